@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from elastic.core.messages import FollowLogs, LogLines, Report, Reported, StopWo
 from elastic.core.view import JobView
 from elastic.core.world import ExitCause, ExitKind, Failure, JobPhase, WorkerPhase, WorkerReport
 from tests.integration.coordinator import Coordinator, ScriptedAgent, node
-from tests.patience import DEADLINE_S
+from tests.patience import DEADLINE_S, wait_for
 
 
 def stop_all(address: str) -> None:
@@ -33,21 +32,12 @@ def elastic(coordinator: Coordinator, *args: object, **env: str) -> Result:
     return CliRunner().invoke(main, line, env=env)
 
 
-def wait_until(holds: Callable[[], Any], what: str) -> Any:
-    """Ask again and again until the answer is true, and return it."""
-    until = time.monotonic() + DEADLINE_S
-    while not (answer := holds()):
-        assert time.monotonic() < until, f"waited for {what}"
-        time.sleep(0.01)
-    return answer
-
-
 def wait_phase(client: Client, job: str, phase: JobPhase) -> JobView:
     def holds() -> JobView | None:
         view = client.get(job)
         return view if view.record.phase is phase else None
 
-    view: JobView = wait_until(holds, f"job {job} to be {phase.value}")
+    view: JobView = wait_for(holds, f"job {job} to be {phase.value}")
     return view
 
 

@@ -32,7 +32,7 @@ from elastic.core.events.agent import (
 from elastic.core.messages import Assign, FollowLogs, LogLines, Ping, Pong, Stop, Warm, WorkerUpdate
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, WorkerId
 from elastic.errors import NameTaken
-from tests.patience import DEADLINE_S
+from tests.patience import DEADLINE_S, wait_for_async
 
 pytestmark = pytest.mark.anyio
 ECHO = (sys.executable, str(Path(__file__).parents[1] / "workers" / "echo_worker.py"))
@@ -137,13 +137,6 @@ def pids_of(processes: ChildProcesses) -> dict[int, int]:
     return {c.process_id: c.pid for c in processes._children.values() if not c.exited}
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds, for what no event tells."""
-    with anyio.fail_after(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-
-
 # ------------------------------------------------------------------------------ life and death
 
 
@@ -170,7 +163,7 @@ async def test_a_killed_process_is_told_of_at_once(
         os.kill(pid, signal.SIGKILL)
         assert await node.exit_of() == ExitCause(ExitKind.SIGNAL, 9)
         # Told once, and reaped soon after: no zombie stays.
-        await wait_until(lambda: not Path(f"/proc/{pid}").exists())
+        await wait_for_async(lambda: not Path(f"/proc/{pid}").exists())
         assert sum(isinstance(event, ProcessExited) for event in node.events.all) == 1
 
 
@@ -201,7 +194,7 @@ async def test_a_stopped_process_is_seen_and_can_be_killed(tmp_path: Path) -> No
         os.kill(pid, signal.SIGCONT)
         await node.events.wait_for(ProcessStopped, lambda e: not e.stopped)
         os.kill(pid, signal.SIGSTOP)
-        await wait_until(lambda: process_state(pid) == "T")
+        await wait_for_async(lambda: process_state(pid) == "T")
         node.processes.kill(1, "it had stopped")
         assert (await node.exit_of()).code == signal.SIGKILL
 
@@ -213,7 +206,9 @@ async def test_nothing_that_a_worker_started_outlives_it(
 ) -> None:
     async with running(tmp_path) as node:
         pid = await node.work(order)
-        await wait_until(lambda: log_of(tmp_path).exists() and log_of(tmp_path).read_text() != "")
+        await wait_for_async(
+            lambda: log_of(tmp_path).exists() and log_of(tmp_path).read_text() != ""
+        )
         child = int(log_of(tmp_path).read_text())
         assert session_members(pid) == sorted([pid, child])
         if death == "killed":
@@ -221,19 +216,21 @@ async def test_nothing_that_a_worker_started_outlives_it(
         else:
             node.processes.send(1, Stop("enough", 0))
         await node.exit_of()
-        await wait_until(lambda: process_state(child) in ("", "Z"))
-        await wait_until(lambda: not Path(f"/proc/{pid}").exists())
+        await wait_for_async(lambda: process_state(child) in ("", "Z"))
+        await wait_for_async(lambda: not Path(f"/proc/{pid}").exists())
 
 
 async def test_a_process_that_escaped_with_the_pipe_delays_no_news(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         pid = await node.work("escape")
-        await wait_until(lambda: log_of(tmp_path).exists() and log_of(tmp_path).read_text() != "")
+        await wait_for_async(
+            lambda: log_of(tmp_path).exists() and log_of(tmp_path).read_text() != ""
+        )
         escaped = int(log_of(tmp_path).read_text())
         try:
             os.kill(pid, signal.SIGKILL)
             assert (await node.exit_of()).code == signal.SIGKILL
-            await wait_until(lambda: not Path(f"/proc/{pid}").exists())
+            await wait_for_async(lambda: not Path(f"/proc/{pid}").exists())
             assert process_state(escaped) == "S"
         finally:
             os.kill(escaped, signal.SIGKILL)
@@ -318,7 +315,7 @@ async def test_a_disk_that_refuses_does_not_stop_a_worker_and_the_gap_is_said(
         await node.ready()
         (tmp_path / "train").unlink()
         node.processes.send(1, assign("print:after"))
-        await wait_until(lambda: log_of(tmp_path).exists())
+        await wait_for_async(lambda: log_of(tmp_path).exists())
     total = sum(len(f"line {number}\n") for number in range(20000))
     text = log_of(tmp_path).read_text()
     said = re.match(r"\n\[elastic-agent: (\d+) bytes lost here: File exists\]\n", text)
@@ -387,7 +384,7 @@ async def test_a_reader_loses_nothing_over_a_rotation(tmp_path: Path) -> None:
 async def test_a_reader_who_does_not_follow_gets_what_is_there(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await node.work("flood:100", "print:last")
-        await wait_until(lambda: log_of(tmp_path).read_text().endswith("last\n"))
+        await wait_for_async(lambda: log_of(tmp_path).read_text().endswith("last\n"))
         reader = Reader()
         followers = LogFollowers(node.logs, reader.send)
         followers.handle(FollowLogs("f1", WORKER))

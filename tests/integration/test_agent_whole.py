@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from tests.integration.small_coordinator import (
     free_port,
     serving,
 )
-from tests.patience import DEADLINE_S
+from tests.patience import DEADLINE_S, wait_for_async
 
 pytestmark = pytest.mark.anyio
 AGENT = [sys.executable, str(Path(__file__).parents[1] / "workers" / "echo_agent.py")]
@@ -80,20 +80,13 @@ async def node(folder: Path, *flags: str) -> AsyncIterator[tuple[SmallCoordinato
         with agent(folder, "--coord", endpoint, *flags) as process:
             await register(coordinator)
             log = folder / "agent.log"
-            await wait_until(lambda: " connected coordinator=c1 " in log.read_text())
+            await wait_for_async(lambda: " connected coordinator=c1 " in log.read_text())
             yield coordinator, process
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds, for what no event tells."""
-    with anyio.fail_after(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await anyio.sleep(0.01)
 
 
 async def exit_code(process: Process) -> int:
     """Wait for the agent to end."""
-    await wait_until(lambda: process.poll() is not None)
+    await wait_for_async(lambda: process.poll() is not None)
     return int(process.returncode)
 
 
@@ -168,7 +161,7 @@ async def test_workers_die_with_their_agent(tmp_path: Path) -> None:
         pid = (await in_phase(coordinator, WorkerPhase.READY)).report.pid
         assert not is_gone(pid)
         process.kill()
-        await wait_until(lambda: is_gone(pid))
+        await wait_for_async(lambda: is_gone(pid))
         with anyio.fail_after(DEADLINE_S):
             await coordinator.ended.wait()
 
@@ -257,7 +250,7 @@ async def test_an_agent_without_a_coordinator_says_so_and_leaves_when_told(
 ) -> None:
     log = tmp_path / "agent.log"
     with agent(tmp_path, "--coord", f"127.0.0.1:{free_port()}") as process:
-        await wait_until(lambda: "coordinator_unreachable" in log.read_text())
+        await wait_for_async(lambda: "coordinator_unreachable" in log.read_text())
         process.terminate()
         assert await exit_code(process) == 75
     # One line, however often it tried.

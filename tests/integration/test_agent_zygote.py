@@ -25,8 +25,8 @@ from elastic.core.messages import Ping, Pong, Warm
 from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind
 from elastic.worker.process.main import EXIT_REPLACED
 from tests.integration.played_agent import leave_orphans
-from tests.integration.test_agent_processes import ECHO, ENV, Events, pids_of, wait_until
-from tests.patience import DEADLINE_S
+from tests.integration.test_agent_processes import ECHO, ENV, Events, pids_of
+from tests.patience import DEADLINE_S, wait_for_async
 
 pytestmark = pytest.mark.anyio
 
@@ -173,7 +173,7 @@ class TestOneNode:
             )
         os.kill(pids[1], signal.SIGKILL)
         assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
-        await wait_until(lambda: not Path(f"/proc/{pids[1]}").exists())
+        await wait_for_async(lambda: not Path(f"/proc/{pids[1]}").exists())
         assert pids_of(node.processes) == {1: pids[0], 3: pids[2]}
 
     async def test_spares_of_a_script_have_its_imports_and_do_without_if_those_fail(
@@ -201,7 +201,7 @@ class TestOneNode:
         pid = int(left.stdout)
         assert parent_of(pid) == os.getpid()
         os.kill(pid, signal.SIGKILL)
-        await wait_until(lambda: not exists(pid))
+        await wait_for_async(lambda: not exists(pid))
 
 
 IMPORTED = """
@@ -222,7 +222,7 @@ async def test_one_that_dies_before_it_is_told_of_is_told_of(tmp_path: Path) -> 
         (born,) = await new_children(before)
         os.kill(node.zygote, signal.SIGSTOP)
         os.kill(born, signal.SIGKILL)
-        await wait_until(lambda: process_state(born) in ("Z", ""))
+        await wait_for_async(lambda: process_state(born) in ("Z", ""))
         await wait_for_checks(node, 2)  # Whoever reaps it would do so now.
         os.kill(node.zygote, signal.SIGCONT)
         assert await node.exit_of(2) == ExitCause(ExitKind.SIGNAL, 9)
@@ -238,7 +238,7 @@ async def wait_for_checks(node: Node, count: int) -> None:
         seen.append(None)
 
     node.processes._check = counted  # type: ignore[method-assign]
-    await wait_until(lambda: len(seen) >= count)
+    await wait_for_async(lambda: len(seen) >= count)
 
 
 async def new_children(before: set[int]) -> set[int]:
@@ -249,7 +249,7 @@ async def new_children(before: set[int]) -> set[int]:
         found.update(set(children_of(os.getpid())) - before)
         return bool(found)
 
-    await wait_until(came)
+    await wait_for_async(came)
     return found
 
 
@@ -274,7 +274,7 @@ async def test_a_zygote_that_is_killed_is_replaced(tmp_path: Path) -> None:
             await node.is_warm(number)
         assert node.zygote != killed
         assert process_state(first) not in ("", "Z")
-        await wait_until(lambda: not exists(killed))  # Reaped, not a zombie.
+        await wait_for_async(lambda: not exists(killed))  # Reaped, not a zombie.
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ async def test_spares_of_a_package_that_was_replaced_do_not_start(tmp_path: Path
         cause = await node.exit_of(1)
         assert (cause.kind, cause.code) == (ExitKind.CODE, EXIT_REPLACED)
         assert "restart elastic-agent on this node" in cause.detail
-        await wait_until(lambda: not node.processes._has_zygote)
+        await wait_for_async(lambda: not node.processes._has_zygote)
 
 
 async def test_closing_leaves_nothing_of_what_is_being_born(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ async def test_closing_leaves_nothing_of_what_is_being_born(tmp_path: Path) -> N
         for number in (2, 3, 4):
             node.processes.spawn(number)
     assert not exists(zygote)
-    await wait_until(lambda: set(children_of(os.getpid())) <= before)
+    await wait_for_async(lambda: set(children_of(os.getpid())) <= before)
 
 
 def children_of(pid: int) -> list[int]:

@@ -26,8 +26,8 @@ from elastic.errors import (
 from elastic.runtime.rpc import server_options, status_of
 from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.integration.coordinator import Coordinator, spec
-from tests.integration.played_jobs import playing, wait_until
-from tests.patience import DEADLINE_S
+from tests.integration.played_jobs import playing
+from tests.patience import DEADLINE_S, wait_for
 
 NOBODY = "127.0.0.1:1"
 
@@ -211,7 +211,7 @@ def test_an_error_in_a_callback_ends_the_following_and_leaves_no_thread(client: 
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(follow, client, job_id, JobPrinter(), on_note=on_note)
-        wait_until(lambda: readers() == {"follow-events", "follow-output"}, "both readers to run")
+        wait_for(lambda: readers() == {"follow-events", "follow-output"}, "both readers to run")
         client.stop(job_id)
         with pytest.raises(ZeroDivisionError):
             following.result(DEADLINE_S)

@@ -24,8 +24,8 @@ from elastic.errors import NotAuthorized
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from tests.integration.coordinator import ROOT, Coordinator, ScriptedAgent, node, spec
-from tests.integration.played_jobs import elastic, playing, wait_phase, wait_until
-from tests.patience import DEADLINE_S
+from tests.integration.played_jobs import elastic, playing, wait_phase
+from tests.patience import DEADLINE_S, wait_for
 
 STORY = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: step seven\n'
 
@@ -113,7 +113,7 @@ def test_a_stopped_job_exits_75(coordinator: Coordinator, script: Path, tmp_path
 
 
 def stop_once_there(client: Client, name: str, reason: str) -> None:
-    wait_until(lambda: any(j.record.spec.name == name for j in client.list()), f"job {name}")
+    wait_for(lambda: any(j.record.spec.name == name for j in client.list()), f"job {name}")
     client.stop(name, reason)
 
 
@@ -138,7 +138,7 @@ def test_interrupting_the_wait_leaves_the_job(
     with errors.open("wb") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr)
     try:
-        wait_until(lambda: "waits since" in errors.read_text(), "the wait to begin")
+        wait_for(lambda: "waits since" in errors.read_text(), "the wait to begin")
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=DEADLINE_S)[0] == b""
     finally:

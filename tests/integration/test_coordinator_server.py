@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from tests.integration.coordinator import (
     node,
     spec,
 )
-from tests.patience import DEADLINE_S
+from tests.patience import wait_for_async
 
 pytestmark = pytest.mark.anyio
 PROTOCOL = (("elastic-protocol", "1.0"),)
@@ -67,12 +67,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     token.chmod(0o600)
     with Coordinator(folder, args=("--token-file", str(token))) as running:
         yield running
-
-
-async def wait_until(condition: Callable[[], object]) -> None:
-    with anyio.fail_after(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 (nothing tells of it)
-            await anyio.sleep(0.005)
 
 
 def is_phase(phase: JobPhase) -> object:
@@ -272,7 +266,7 @@ async def test_a_job_runs_from_submission_to_success_and_its_watch_ends(
         async with anyio.create_task_group() as tasks:
             events: list[JobEvent] = []
             tasks.start_soon(user.watch, job_id, events)
-            await wait_until(lambda: events)
+            await wait_for_async(lambda: events)
             report = await agent.train()
             await user.wait_job(job_id, is_phase(JobPhase.RUNNING))
             await agent.say(finished(report))

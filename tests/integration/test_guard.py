@@ -22,7 +22,7 @@ from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import call_metadata, channel_options, server_options
 from elastic.wire.generated.elastic.v1 import jobs_pb2
-from tests.patience import DEADLINE_S
+from tests.patience import DEADLINE_S, wait_for_async
 
 pytestmark = pytest.mark.anyio
 WATCH, GET = "/elastic.v1.Jobs/Watch", "/elastic.v1.Jobs/Get"
@@ -118,16 +118,10 @@ async def ending(call: Any) -> str:
     return "OK"
 
 
-async def wait_until(condition: Callable[[], object]) -> None:
-    with anyio.fail_after(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 (nothing tells of it)
-            await anyio.sleep(0.01)
-
-
 async def test_a_reader_that_stalls_loses_its_stream_and_its_place() -> None:
     async with serving() as small, calling(small) as begin:
         stalled = begin(WATCH)
-        await wait_until(lambda: small.ended)
+        await wait_for_async(lambda: small.ended)
         assert "took nothing" in await ending(stalled)
         reads = begin(WATCH)
         with anyio.fail_after(DEADLINE_S):
@@ -142,13 +136,13 @@ async def test_a_second_stream_above_the_limit_of_one_caller_is_refused() -> Non
             await first.read()
         assert (await ending(begin(WATCH))).startswith("RESOURCE_EXHAUSTED: ipv4:127.0.0.1 has 1")
         first.cancel()
-        await wait_until(lambda: small.ended)
+        await wait_for_async(lambda: small.ended)
 
 
 async def test_a_second_request_above_the_limit_of_one_caller_is_refused() -> None:
     async with serving() as small, calling(small) as begin:
         slow = begin(GET, jobs_pb2.GetJobRequest(job="slow").SerializeToString())
-        await wait_until(lambda: small.is_busy)
+        await wait_for_async(lambda: small.is_busy)
         assert "requests open at once" in await ending(begin(GET))
         slow.cancel()
 
@@ -191,7 +185,7 @@ async def test_a_submission_is_not_read_before_its_turn() -> None:
     async with serving(limits) as small, calling(small) as begin:
         slow = jobs_pb2.SubmitRequest(spec={"name": "slow"}).SerializeToString()
         first = begin(SUBMIT, slow)
-        await wait_until(lambda: small.is_busy)
+        await wait_for_async(lambda: small.is_busy)
         assert "takes 1 submissions at once" in await ending(begin(SUBMIT, slow))
         assert await ending(begin(GET, b"")) == "OK", "others need no turn"
         first.cancel()
@@ -213,6 +207,6 @@ async def test_a_refused_function_does_not_wait_for_the_garbage_collector() -> N
             request = jobs_pb2.SubmitRequest(spec={"name": "large"}).SerializeToString()
             for _ in range(3):
                 assert "no such jobs" in await ending(begin(SUBMIT, request))
-            await wait_until(lambda: not held())
+            await wait_for_async(lambda: not held())
     finally:
         gc.enable()

@@ -16,9 +16,8 @@ from elastic.agent.cli import main as agent
 from elastic.client.embedded import NOT_FOR_US, ClusterConnection, stop_cluster
 from elastic.coord.cli import main as coordinator
 from elastic.testing.local_cluster import is_running
-from tests.integration.played_jobs import wait_until
 from tests.integration.small_coordinator import free_port
-from tests.patience import DEADLINE_S
+from tests.patience import DEADLINE_S, wait_for
 
 DRIVER = """
 import signal, sys
@@ -47,7 +46,7 @@ def test_a_driver_that_is_killed_leaves_no_cluster_behind(tmp_path: Path) -> Non
     driver.kill()
     driver.wait()
     try:
-        wait_until(lambda: not any(map(is_running, pids)), f"{pids} go on")
+        wait_for(lambda: not any(map(is_running, pids)), f"{pids} go on")
     finally:
         for pid in filter(is_running, pids):
             os.kill(pid, signal.SIGKILL)

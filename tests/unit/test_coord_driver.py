@@ -41,7 +41,7 @@ from elastic.core.view import ClusterView, JobSample
 from elastic.core.world import JobId, Member, Node, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 from elastic.runtime.clock import SystemClock
-from tests.patience import DEADLINE_S
+from tests.patience import DEADLINE_S, wait_for_async
 from tests.unit.journal_under_test import Weak, holder, record
 
 pytestmark = pytest.mark.anyio
@@ -99,12 +99,6 @@ async def running(
             tasks.cancel_scope.cancel()
 
 
-async def wait_until(condition: Callable[[], object]) -> None:
-    with anyio.fail_after(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 (nothing tells of it)
-            await anyio.sleep(0.005)
-
-
 def hello(node_id: str = "n1") -> Hello:
     return Hello(Node(NodeId(node_id), 1, "127.0.0.1", 1))
 
@@ -137,7 +131,7 @@ async def test_nothing_behind_a_persist_happens_before_it_is_durable() -> None:
         weak.fail_before = 7
         await driver.connect(session, hello())
         assert await next_message(session) == ForgetWorker(WorkerId("n1/1"))
-        await wait_until(lambda: driver.waits_for_store())
+        await wait_for_async(lambda: driver.waits_for_store())
         assert driver.waits_for_store() == "waiting for the store since 1 s"
         assert not weak.commits[1:]  # The first one is the leader key.
         assert await next_message(session) == Release("durable")
@@ -161,7 +155,7 @@ async def test_the_machine_gets_a_tick_when_its_deadline_comes() -> None:
     async with running(machine) as (driver, _):
         machine.deadline_ns = SystemClock().monotonic_ns() + NS_PER_S // 20
         await driver.connect(driver.sessions.open("peer"), hello())
-        await wait_until(lambda: Tick() in machine.events)
+        await wait_for_async(lambda: Tick() in machine.events)
         machine.deadline_ns = None
 
 
@@ -176,7 +170,7 @@ async def test_a_tick_comes_behind_what_was_said_before_its_deadline() -> None:
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(driver.run)
-            await wait_until(lambda: Tick() in machine.events)
+            await wait_for_async(lambda: Tick() in machine.events)
             tasks.cancel_scope.cancel()
     before = machine.events[: machine.events.index(Tick())]
     assert [event.message for event in before if isinstance(event, AgentMessageReceived)] == said
@@ -192,7 +186,9 @@ async def test_the_end_of_a_session_is_told_once_and_after_all_that_was_said() -
             driver.disconnect(session, reason)
         other = driver.sessions.open("peer")
         await driver.connect(other, hello())
-        await wait_until(lambda: machine.events[-1] == AgentConnected(other.session_id, hello()))
+        await wait_for_async(
+            lambda: machine.events[-1] == AgentConnected(other.session_id, hello())
+        )
         number = session.session_id
         first = machine.events[0]
         assert isinstance(first, Recovered)
@@ -213,7 +209,7 @@ async def test_agents_wait_when_the_machine_is_behind_but_ends_do_not() -> None:
         weak.fail_before = 1_000
         session = driver.sessions.open("peer")
         await driver.connect(session, hello())
-        await wait_until(lambda: weak.fail_before < 1_000)
+        await wait_for_async(lambda: weak.fail_before < 1_000)
         with anyio.move_on_after(0.05) as waiting:
             for _ in range(3):
                 await driver.receive(session, DrainNotice("now", 0))
@@ -221,7 +217,7 @@ async def test_agents_wait_when_the_machine_is_behind_but_ends_do_not() -> None:
         driver.disconnect(session, "gone")
         weak.fail_before = 0
         gone = AgentDisconnected(session.session_id, "gone")
-        await wait_until(lambda: gone in machine.events)
+        await wait_for_async(lambda: gone in machine.events)
         assert sum(isinstance(event, AgentMessageReceived) for event in machine.events) == 2
 
 
