@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from elastic.core.events.coordinator import JobRecord
 from elastic.core.world import ENDED, JobPhase
@@ -26,6 +27,7 @@ from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
 from elastic.storage.integrity import newest_valid, place_of
 from elastic.storage.options import options_of
+from elastic.storage.outputs import make_folder
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import (
     RunOwner,
@@ -237,7 +239,10 @@ def _make_directory(run_path: str) -> bool:
                 f"on from: choose another name (--name, RunConfig(name=...)) or storage path, or "
                 f"remove it"
             )
-        fs.makedirs(root, exist_ok=True)
+        if isinstance(fs, LocalFileSystem):
+            make_folder(root)
+        else:
+            fs.makedirs(root, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"run directory {run_path} cannot be made ({error.strerror or error}): choose a "

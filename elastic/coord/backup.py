@@ -23,7 +23,7 @@ from elastic.store.etcd_wire import DEFAULT_ROOT, KeySpace
 from elastic.store.interface import Compare, Delete
 from elastic.store.open import etcd_address, sqlite_path
 from elastic.store.sqlite import sqlite_store
-from elastic.store.sqlite_file import APPLICATION_ID, FileLock, own_errors
+from elastic.store.sqlite_file import APPLICATION_ID, SCHEMA_VERSION, FileLock, own_errors
 from elastic.store.sqlite_mark import SalvageReport, StoreMark, check_mark, read_mark, set_aside
 
 ETCD_ADVICE = (
@@ -166,6 +166,12 @@ def _copy(source: Path, draft: Path) -> None:
         owner = int(reader.execute("PRAGMA application_id").fetchone()[0])
         if owner != APPLICATION_ID:
             raise StoreError(f"{source} is no store of elastic-torch; it was left as it is")
+        schema = int(reader.execute("PRAGMA user_version").fetchone()[0])
+        if schema != SCHEMA_VERSION:
+            raise StoreError(
+                f"{source} has schema {schema}, this version reads {SCHEMA_VERSION}: use the "
+                f"version that wrote it; it was left as it is"
+            )
         # Created here for its mode: entries may hold what a user submitted.
         os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with contextlib.closing(sqlite3.connect(draft)) as writer:

@@ -378,6 +378,7 @@ class Leadership:
             renewed = await in_time(self._renew(shared, lease), lease.ttl_s)
             self._valid_until_ns = began_ns + round(lease.ttl_s * 1e9) if renewed else 0
             if not self.is_valid():
+                log.warning("leader_claim_lost term=%d: its lease was not renewed at once", number)
                 self._lease = None
                 return False
         self._revision, self.term = result.revision, number

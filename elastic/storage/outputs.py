@@ -53,7 +53,7 @@ class OutputFile:
 def local_output(final: str) -> Iterator[OutputFile]:
     """Yield a local file that has its final name, and is durable, after the `with` block."""
     folder = os.path.dirname(final)
-    _make_folder(folder)
+    make_folder(folder)
     partial = _partial(final)
     with _removed_on_error(partial):
         with LocalFile(partial) as file:
@@ -97,7 +97,7 @@ def renamed_output(fs: Any, final: str) -> Iterator[OutputFile]:
 def create_local(final: str, data: bytes) -> bool:
     """Write a local file unless the name is taken; return whether it was written."""
     folder = os.path.dirname(final)
-    _make_folder(folder)
+    make_folder(folder)
     partial = _partial(final)  # Of several processes that try at once, one link succeeds.
     try:
         with open(partial, "xb") as file:
@@ -162,7 +162,7 @@ def append_local(path: str, data: bytes) -> None:
 
     An unfinished line of a killed writer is ended first, so that it does not merge with ours.
     """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    make_folder(os.path.dirname(path))
     with open(path, "ab+", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
         is_torn = before > 0 and os.pread(file.fileno(), 1, before - 1) != b"\n"
@@ -191,11 +191,11 @@ def _removed_on_error(path: str) -> Iterator[None]:
         raise
 
 
-def _make_folder(folder: str) -> None:
+def make_folder(folder: str) -> None:
     """Make a folder, and what is missing above it; each is durable in the one above."""
     if not os.path.isdir(folder):
         above = os.path.dirname(folder)
-        _make_folder(above)
+        make_folder(above)
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
         _sync_folder(above)

@@ -276,10 +276,15 @@ class RunDirectory:
         files.write(METADATA, json.dumps({**metadata, **known}).encode())
 
     def discard(self, name: str) -> None:
-        """Remove the files of a checkpoint that will not be committed, if possible."""
-        # An error is harmless: without a marker it is no checkpoint, and only takes up space.
+        """Remove the files of a checkpoint that was not committed; try it once, in silence.
+
+        Without a marker it is no checkpoint, and only takes up space: training need not wait for
+        storage that is away.
+        """
+        once = RunDirectory(self.path, patience_s=0)
         with contextlib.suppress(StorageError):
-            self.files.delete(_folder(name))
+            if not once.is_committed(name):  # Scripts choose names, too.
+                once.files.delete(_folder(name))
 
     def remove(self, name: str) -> None:
         """Delete a committed checkpoint: its marker first, then its files."""
@@ -383,7 +388,8 @@ def read_metadata(checkpoint: Files) -> dict[str, Any]:
     Raises:
         ValueError: they are not a JSON object.
     """
-    found = json.loads(checkpoint.read_if_there(METADATA) or b"{}")
+    data = checkpoint.read_if_there(METADATA)
+    found = json.loads(b"{}" if data is None else data)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__}, expected a JSON object")
     return found

@@ -1,1 +1,1 @@
-"""The membership store: one interface (`interface`), three backends, chosen by `open`."""
+"""The membership store: what it must do (`interface`), and three backends, chosen by `open`."""

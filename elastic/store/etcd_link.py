@@ -206,9 +206,12 @@ class EtcdLink:
         async with self._held(index) as channel:
             try:
                 metadata = await self._metadata(timeout_s)
-                return await _call(channel, method, request, timeout_s, metadata)
+                answer = await _call(channel, method, request, timeout_s, metadata)
             except grpc.aio.AioRpcError as error:
                 raise self._judged(error, index) from None
+        if answer is None:
+            raise RequestUnanswered("the call ended without a message")
+        return answer
 
     async def repeat(
         self, method: Method[Answer], request: Any, what: str, *, try_s: float = TRY_S

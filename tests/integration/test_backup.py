@@ -135,7 +135,7 @@ async def fill(folder: Path) -> None:
         ("none", "sqlite:{tmp}/x", "does not exist"),
         ("text", "sqlite:{tmp}/x", "is damaged"),
         ("cut", "sqlite:{tmp}/x", "damaged"),
-        ("newer", "sqlite:{tmp}/x", "has schema 99"),
+        ("newer", "sqlite:{tmp}/x", "/newer has schema 99"),
         ("flipped", "sqlite:{tmp}/x", "does not match its checksum"),
         ("text-in-it", "sqlite:{tmp}/x", "another program has written"),
         ("lacking", "sqlite:{tmp}/x", "0 of 1 pieces"),

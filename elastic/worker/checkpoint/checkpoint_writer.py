@@ -251,6 +251,7 @@ class CheckpointWriter:
         """Write our part; as rank 0 all that a checkpoint needs."""
         files = self._run.checkpoint(self._name(snapshot.name))
         while self._given_up:
+            self._moves()
             self._run.discard(self._given_up.pop())
         self._wait_for_node(snapshot)
         part = write_part(

@@ -261,9 +261,7 @@ class Committer:
             is_recorded = commit.name in self._recorded
         if commit.is_posted or is_recorded or not commit.owns_files:
             return
-        with contextlib.suppress(StorageError):
-            if not self._run.is_committed(commit.name):  # Scripts choose names, too.
-                self._run.discard(commit.name)
+        self._run.discard(commit.name)
 
     def _end(self, commit: Commit) -> None:
         try:
