@@ -229,15 +229,22 @@ def test_only_a_script_that_imports_this_library_is_known_to_use_it(
     assert not is_foreign("if True:\n    import torch, elastic.train as train\n")
     for name, text in (
         ("first.py", "def main():\n    import second\n"),
-        ("second.py", "from loop import step\n"),
+        ("second.py", "import json, loop.step as step\n"),
         ("loop/__init__.py", "import torch\n"),
         ("loop/step.py", "import elastic\n"),
+        ("package/__init__.py", ""),
+        ("package/run.py", "from .deep import step\n"),
+        ("package/deep/__init__.py", ""),
+        ("package/deep/step.py", "import elastic\n"),
+        ("alone/__init__.py", ""),
+        ("alone/run.py", "import torch, json\n"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "loop" / ".#lock.py").symlink_to("gone")
     assert not is_foreign("from first import main\n")
     monkeypatch.syspath_prepend(tmp_path)
-    modules = {"second": False, "loop": True, "loop.step": False, "loop.absent": True}
+    modules = {"second": False, "loop": False, "package.run": False, "alone.run": True}
     for name, is_known in modules.items():
         call = entry.load(Entry(EntryKind.MODULE, name))()
         assert call.is_foreign is is_known, name

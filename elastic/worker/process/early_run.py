@@ -12,6 +12,7 @@ Rule: what user code sees of its place is never made up; it waits instead.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,7 +64,8 @@ def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
         setattr(owner, name, value)
 
     def default_pg(self: Any) -> Any:
-        _join_first()
+        if threading.current_thread() is threading.main_thread():  # Others cannot join.
+            _join_first()
         return asked.fget(self)
 
     def is_initialized() -> bool:

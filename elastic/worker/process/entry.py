@@ -8,6 +8,7 @@ or what a failed attempt left half done, does not leak into the next one.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import inspect
 import io
@@ -17,9 +18,10 @@ import pickle
 import re
 import runpy
 import sys
+import sysconfig
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,12 +38,11 @@ from elastic.worker.process.error_file import error_file
 from elastic.worker.process.importing import import_ahead, put_first
 
 RUN_NAME = "__main__"
-OUR_NAME = b"elastic"
-IMPORTED = re.compile(rb"^[ \t]*(?:import|from)[ \t]+(\w+)", re.MULTILINE)
-"""The first part of what a line of a script imports."""
-OUR_IMPORT = re.compile(
-    rb"^[ \t]*(?:import|from)[ \t].*(?<![\w.])" + OUR_NAME + rb"\b", re.MULTILINE
-)
+OUR_NAME = "elastic"
+IMPORT = re.compile(r"^[ \t]*(?:from[ \t]*(\.*)[ \t]*(\w*)|import[ \t]+([\w., \t]+))", re.MULTILINE)
+"""A line of a script that imports: dots and the first part of a name, or names with commas."""
+NOT_OWN = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+"""Parts of the paths of modules that are nobody's own."""
 
 
 @dataclass(frozen=True)
@@ -129,30 +130,63 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
         path = _script_path(entry)
         if imports_ahead:
             import_ahead(path)
-        is_foreign = not _uses_us(Path(path), Path(path).parent)
+        script = Path(path)
+        is_foreign = script.suffix == ".py" and not _uses_us([script], script.parent)
         run = partial(_run_script, path, entry.args)
     else:
-        is_foreign = not _uses_us(*_module_file(entry))
+        is_foreign = not _uses_us(_module_files(entry), Path())
         run = partial(_run_module, entry)
     return lambda: EntryCall(partial(_run_to_end, run), is_foreign=is_foreign)
 
 
-def _uses_us(script: Path, folder: Path) -> bool:
-    """Return whether a script imports this library, itself or in what it imports from a folder."""
-    if script.suffix != ".py" or not script.is_file():
-        return True  # Unknown.
-    names: set[bytes] = set()
-    files = [script]
-    for file in files:  # They become more on the way.
-        if _imports_us(file):
+def _uses_us(files: Sequence[Path], folder: Path) -> bool:
+    """Return whether a script or package imports this library, or its own modules do.
+
+    Args:
+        files: of the script, or of the package that is run.
+        folder: where a script's own modules are.
+    """
+    unread, names, packages = [*files], set[str](), set[Path]()
+    while unread:
+        file = unread.pop()
+        try:
+            text = file.read_text(errors="replace")
+        except OSError:  # An editor's broken link, or a file that we may not read.
+            continue
+        for dots, first, several in IMPORT.findall(text):
+            if dots:
+                package = _package_of(file)
+                unread += () if package in packages else _modules_of(package)
+                packages.add(package)
+                continue
+            modules = [first] if first else several.split(",")
+            for name in (one.strip().partition(".")[0] for one in modules):
+                unread += () if name in names else _own_modules(name, folder)
+                names.add(name)
+        if OUR_NAME in names:
             return True
-        for name in set(IMPORTED.findall(file.read_bytes())) - names:
-            names.add(name)
-            beside = folder / name.decode()
-            if (module := beside.with_suffix(".py")).is_file():
-                files.append(module)
-            files += _modules_of(beside)
     return False
+
+
+def _own_modules(name: str, folder: Path) -> list[Path]:
+    """Return the files of a module or package, none if it is an installed one."""
+    found = [one for one in (folder / f"{name}.py", folder / name) if one.exists()]
+    if not found:
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            if spec is not None:
+                places = spec.submodule_search_locations or [spec.origin or ""]
+                own = [one for one in places if not any(part in one for part in NOT_OWN)]
+                found = [Path(one) for one in own if one]
+    return [file for one in found for file in ([one] if one.suffix else _modules_of(one))]
+
+
+def _package_of(file: Path) -> Path:
+    """Return the folder of the outermost package that a module is in."""
+    folder = file.parent
+    while (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
 
 
 def _modules_of(package: Path) -> list[Path]:
@@ -161,11 +195,6 @@ def _modules_of(package: Path) -> list[Path]:
     for init in package.glob("*/__init__.py"):
         found += _modules_of(init.parent)
     return found
-
-
-def _imports_us(file: Path) -> bool:
-    text = file.read_bytes() if file.is_file() else b""
-    return OUR_NAME in text and OUR_IMPORT.search(text) is not None
 
 
 def _run_to_end(run: Callable[[], None]) -> None:
@@ -273,29 +302,26 @@ def _as_main(main: ModuleType) -> Iterator[None]:
         raise
 
 
-def _module_file(entry: Entry) -> tuple[Path, Path]:
-    """Return the file that a module is run from, and the folder of its first part.
+def _module_files(entry: Entry) -> list[Path]:
+    """Return the files of the module that is run, or of its whole package.
 
     No package is imported: packages may read their rank.
 
     Raises:
         UsageError: its first part is not there.
     """
-    first, *rest = entry.target.split(".")
     try:
-        spec = importlib.util.find_spec(first)
+        spec = importlib.util.find_spec(entry.target.partition(".")[0])
     except (ModuleNotFoundError, ValueError):
         spec = None
     if spec is None:
         raise UsageError(
             f"module {entry.target} is not on this node; looked in {', '.join(sys.path)}"
         )
-    for place in spec.submodule_search_locations or ():
-        part = Path(place, *rest)
-        for file in (part / "__main__.py", part.with_suffix(".py")):
-            if file.is_file():
-                return file, Path(place).parent
-    return Path(spec.origin or ""), Path(spec.origin or "").parent
+    places = spec.submodule_search_locations
+    if places is None:
+        return [Path(spec.origin or "")]
+    return [file for place in places for file in _modules_of(Path(place))]
 
 
 def _run_module(entry: Entry) -> None:
