@@ -7,6 +7,7 @@ import pytest
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import PassPosition, RunPosition
 from elastic.errors import UsageError
+from elastic.worker.engine.engine_parts import EpochLoop, PassPhase
 from elastic.worker.engine.group_sync import MemberInfo, check_alike
 from elastic.worker.group.member_links import MemberEntry
 
@@ -34,3 +35,12 @@ def test_epochs_may_have_loaders_of_their_own() -> None:
     check_alike([told(data=5, epoch=0, step=9), told(data=6, epoch=1), told(data=5, step=9)])
     with pytest.raises(UsageError, match="ranks 1, 3 have"):
         check_alike([told(data=5), told(data=6, epoch=1), told(data=5), told(data=8, epoch=1)])
+
+
+def test_code_behind_a_pass_that_was_left_has_a_place_of_its_own() -> None:
+    """A place that came again would give a report the key of an earlier one."""
+    loop, cursor = EpochLoop(epoch=0, by_steps=True, pass_phase=PassPhase.OPEN), Cursor(0, 3)
+    places = [loop.code_place(cursor, in_step=True), loop.code_place(cursor, in_step=False)]
+    loop.pass_phase = PassPhase.LEFT
+    places.append(loop.code_place(cursor, in_step=False))
+    assert sorted(set(places)) == places

@@ -157,7 +157,7 @@ class EpochLoop:
         """
         if self.pass_phase is PassPhase.AHEAD:
             return CodePlace(Cursor(cursor.epoch, 0))
-        if self.pass_phase is PassPhase.PASSED:
+        if self.pass_phase in (PassPhase.PASSED, PassPhase.LEFT):
             return CodePlace(cursor, CodePart.END)
         begins = self.pass_phase is PassPhase.OPEN and self.by_steps and not in_step
         return CodePlace(cursor, CodePart.BEGIN if begins else CodePart.BETWEEN)
