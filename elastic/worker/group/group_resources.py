@@ -274,10 +274,11 @@ class BackgroundReaper:
     def release_later(self, things: list[Any], first: Callable[[], None] | None = None) -> None:
         """Release these objects, after a last call; the caller must keep no reference."""
         if things:
-            self._newest = threading.Thread(
+            thread = threading.Thread(
                 target=_release, args=(things, first), name="elastic-reaper", daemon=True
             )
-            self._newest.start()
+            thread.start()
+            self._newest = thread  # Only once it runs: several threads call this.
 
     def close(self) -> None:
         """Finish, within reason."""
