@@ -249,7 +249,6 @@ class Committer:
                     str(error),
                     exc_info=not is_known,
                 )
-                self._discard(commit)
             finally:
                 with self._changed:
                     self._waiting.pop(0)
@@ -257,11 +256,8 @@ class Committer:
 
     def _discard(self, commit: Commit) -> None:
         """Delete one that the coordinator was not asked about: the next one needs the room."""
-        with self._changed:
-            is_recorded = commit.name in self._recorded
-        if commit.is_posted or is_recorded or not commit.owns_files:
-            return
-        self._run.discard(commit.name)
+        if commit.owns_files and not commit.is_posted:
+            self._run.discard(commit.name)
 
     def _end(self, commit: Commit) -> None:
         try:
@@ -272,8 +268,12 @@ class Committer:
     def _commit(self, commit: Commit) -> None:
         began, run, name = time.monotonic(), self._run, commit.name
         self._finish_recorded()
-        run.prepare(name, commit.marker)
-        self._await_consent(commit)
+        try:
+            run.prepare(name, commit.marker)
+            self._await_consent(commit)
+        except Exception:
+            self._discard(commit)
+            raise
         commit.is_recorded = True
         with self._changed:
             self._recorded.add(name)

@@ -185,6 +185,7 @@ class ReportedCheckpoints:
         is_over = committer.wait(commit, LEAVING_TIMEOUT_S if report.leaves else TIMEOUT_S)
         self._link.deliver()
         if not is_over:
+            commit.owns_files = False  # Members release their own copies of it now.
             log.warning(
                 "checkpoint_waits path=%s: the coordinator has not recorded it yet; %s",
                 path,
