@@ -98,7 +98,7 @@ def tables_alike(batches: Iterable[Batch]) -> Iterator[Any]:
     kinds: dict[str, Any] = {}
     for batch in batches:
         table = to_table(batch)
-        kinds = kinds or {one.name: one.type for one in table.schema}
+        kinds = kinds or {one.name: one.type for one in table.schema if table.num_rows}
         yield _cast(table, kinds)
 
 
@@ -107,8 +107,8 @@ def _cast(table: Any, kinds: Mapping[str, Any]) -> Any:
     for number, one in enumerate(table.schema):
         kind = kinds.get(one.name, one.type)
         is_same = kind == one.type or not (_is_number(kind) and _is_number(one.type))
-        if not is_same:
-            with contextlib.suppress(pa.ArrowInvalid):
+        if not is_same and not _rounds(one.type, kind):
+            with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 values = table.column(number).cast(kind)
                 table = table.set_column(number, one.name, values)
     return table
@@ -117,6 +117,12 @@ def _cast(table: Any, kinds: Mapping[str, Any]) -> Any:
 def _is_number(kind: Any) -> bool:
     types = arrow().types
     return bool(types.is_integer(kind) or types.is_floating(kind))
+
+
+def _rounds(one: Any, other: Any) -> bool:
+    """Return whether a cast to another type rounds values, which Arrow does without an error."""
+    is_floating = arrow().types.is_floating
+    return is_floating(one) and is_floating(other) and bool(one.bit_width > other.bit_width)
 
 
 def write_parquet(batches: Iterator[Batch], files: Files, folder: str, number: int = 0) -> int:

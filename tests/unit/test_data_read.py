@@ -457,6 +457,14 @@ def test_columns_are_written_in_one_order_and_types_may_come_late(tmp_path: Path
         other.write_csv(tmp_path / "no")
 
 
+def test_numbers_are_not_rounded_to_the_type_of_the_first_ones(tmp_path: Path) -> None:
+    numbers = [np.float16([1.5]), np.float32([70_000]), np.float64([1_700_000_001])]
+    first, *others = (data.from_numpy(one) for one in numbers)
+    first.union(*others).write_parquet(tmp_path)
+    values = [row["data"] for row in data.read_parquet(tmp_path).take_all()]
+    assert values == [1.5, 70_000, 1_700_000_001]
+
+
 def test_files_have_as_many_rows_as_asked_for(tmp_path: Path) -> None:
     ds = data.range(10).union(data.range(13)).map(lambda row: {"id": row["id"]})
     for ending in ("parquet", "csv", "json"):
