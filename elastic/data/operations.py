@@ -79,8 +79,8 @@ class Operation:
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Apply the operation to all rows, in order."""
         for batch in batches:
-            found = self.apply(batch) if num_rows(batch) else batch
-            if num_rows(found):
+            found = self.apply(batch) if num_rows(batch) else {}
+            if columns_of(found):  # Also of no rows: a filter leaves the columns.
                 yield found
 
 

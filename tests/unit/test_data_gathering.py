@@ -122,6 +122,16 @@ def test_rows_with_and_without_a_match_are_told_apart() -> None:
     assert join("inner")[0]["y"].tolist() == [1.0, 1.0]
 
 
+def test_rows_that_are_all_filtered_away_leave_their_columns() -> None:
+    users = data.from_items([{"id": 1, "x": "a"}])
+    none = users.filter(lambda row: row["id"] > 1)
+    assert users.join(none, "left_outer", on="id").take_all() == [{"id": 1, "x": "a", "x_1": None}]
+    assert none.sort("x").take_all() == []
+    assert none.groupby("x").count().take_all() == []
+    assert list(none.to_pandas()["x"]) == []
+    assert none.map(lambda row: {"y": row["x"]}).to_arrow().column_names == []
+
+
 def test_few_rows_are_computed_to_know_the_columns_of_a_union() -> None:
     seen: list[int] = []
 
