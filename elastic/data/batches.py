@@ -107,9 +107,15 @@ def taken(batch: Batch, rows: Any) -> Batch:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches; mixed forms become a dict. What a batch has no column for is missing."""
+    """Concatenate batches, and let what a batch has no column for be missing.
+
+    Mixed forms become a table, in which missing numbers change no others; a dict, if one cannot.
+    """
     if len(batches) <= 1:
         return batches[0] if batches else {}
+    if len({isinstance(one, dict) for one in batches}) > 1:
+        with contextlib.suppress(UsageError):
+            batches = [to_table(one) for one in batches]
     if all(not isinstance(one, dict) for one in batches):
         pa = arrow()
         # Arrays of one shape in a batch, and of several in another, have no common type.

@@ -157,9 +157,12 @@ def test_datasets_are_interleaved_by_weight_each_row_once() -> None:
         {"id": 0, "x": None},
         {"id": None, "x": 7},
     ]
-    large = data.range(5000).mix(data.range(3000), weights=[2, 1])
-    assert sorted(column(large, "id")) == sorted([*range(5000), *range(3000)])
-    assert sum(value < 20 for value in column(large, "id")[:30]) == 30
+    large = 2**53 + 1
+    ids = data.from_items([{"a": 0, "id": large}]).mix(data.from_items([{"a": 1}]))
+    assert ids.take() == [{"a": 0, "id": large}, {"a": 1, "id": None}]
+    many = data.range(5000).mix(data.range(3000), weights=[2, 1])
+    assert sorted(column(many, "id")) == sorted([*range(5000), *range(3000)])
+    assert sum(value < 20 for value in column(many, "id")[:30]) == 30
 
 
 def test_parts_of_a_stratified_split_have_the_same_proportions() -> None:
