@@ -29,6 +29,7 @@ from elastic.data.batches import (
     taken,
     to_table,
 )
+from elastic.data.databases import Sql
 from elastic.data.files import Reader
 from elastic.data.functions import Function
 from elastic.data.operations import Blocks, Fetch, Fill, MapBatches, Operation, row_slice
@@ -37,7 +38,7 @@ from elastic.data.sources import FileSource, Memory, Source, bytes_of
 from elastic.data.table import Part, Table
 from elastic.data.table_reader import TableReader
 from elastic.data.writing import write_parquet
-from elastic.errors import UsageError
+from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.worker.data.randomness import seeded
 
@@ -62,12 +63,11 @@ class Node:
         raise NotImplementedError
 
     def first_rows(self) -> Batch:
-        """Return some rows, to know their columns, at the price of a few; none if there are none.
+        """Return some rows, to know their columns, at the price of a few; or none.
 
         They need not be the first ones, or have the values of any others.
         """
         found: Batch = next((batch for batch in self.stream() if num_rows(batch)), {})
-        begin_pass(self)
         return sliced(found, 0, ROWS_TRIED)
 
     def filled_parents(self) -> list[Iterator[Batch]]:
@@ -115,7 +115,7 @@ class Apply(Node):
     def first_rows(self) -> Batch:
         """Return some rows, to know their columns."""
         batches = self.operation.stream(iter([self.parents[0].first_rows()]))
-        found = next((batch for batch in batches if num_rows(batch)), None)
+        found = next((batch for batch in batches if columns_of(batch)), None)
         return super().first_rows() if found is None else found
 
     @cached_property
@@ -366,15 +366,37 @@ def _merged(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _types_of(node: Node) -> dict[str, Any]:
-    """Return the types of a node's columns by name, as its first rows have them."""
+    """Return the types of a node's columns by name, as its first rows have them; or none.
+
+    Functions are tried as in `_types_in`, and no query is executed a second time.
+
+    Raises:
+        StorageError: the rows cannot be read.
+    """
+    for one in nodes_of(node):
+        if isinstance(one, Apply) and _is_costly(one.operation):
+            return {}
+        if isinstance(one, Read) and isinstance(one.source, Sql):
+            return {}
     source = node.source if isinstance(node, Read) else None
-    # Any error comes again when the rows are read.
-    with contextlib.suppress(Exception), seeded(0):
-        if isinstance(source, Parquet):
-            source.listing()
-            return _chosen_types(source)
-        return {one.name: one.type for one in to_table(node.first_rows()).schema}
-    return {}
+    try:
+        with seeded(0):
+            if isinstance(source, Parquet):
+                source.listing()
+                return _chosen_types(source)
+            return {one.name: one.type for one in to_table(node.first_rows()).schema}
+    except StorageError:
+        raise
+    except Exception:  # A function's comes again when the rows are read.
+        return {}
+    finally:
+        begin_pass(node)
+
+
+def _is_costly(operation: Operation) -> bool:
+    function = getattr(operation, "function", None)
+    is_class = isinstance(function, Function) and function.is_class
+    return is_class or isinstance(operation, Fetch)
 
 
 def _chosen_types(source: Parquet) -> dict[str, Any]:
@@ -391,9 +413,7 @@ def _types_in(part: Part) -> dict[str, Any]:
     source = part.source
     if isinstance(source, Parquet) and not part.operations:
         return _chosen_types(source)
-    functions = [getattr(one, "function", None) for one in part.operations]
-    is_class = any(isinstance(one, Function) and one.is_class for one in functions)
-    if is_class or not part.blocks or any(isinstance(one, Fetch) for one in part.operations):
+    if not part.blocks or any(map(_is_costly, part.operations)):
         return {}
     # Any error of theirs comes again when the rows are read.
     with contextlib.suppress(Exception), seeded(0):

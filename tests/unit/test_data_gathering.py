@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from elastic import data
 from elastic.data import aggregate as by
+from elastic.data.files import DataError
 from elastic.errors import UsageError
 
 JOINS = {"inner": "inner", "left_outer": "left", "right_outer": "right", "full_outer": "outer"}
@@ -145,6 +147,38 @@ def test_few_rows_are_computed_to_know_the_columns_of_a_union() -> None:
         batches = data.from_items([{"a": 1}]).union(ds.limit(90)).iter_batches()
         assert all(sorted(batch) == ["a", "id", "x"] for batch in batches)
         assert len(seen) <= 520
+
+
+def test_columns_of_a_union_are_looked_at_as_little_as_they_can_be() -> None:
+    first = data.from_items([{"a": 1}])
+    calls: list[str] = []
+
+    def connect() -> Any:
+        calls.append("connect")
+        return sqlite3.connect(":memory:")
+
+    class Large:
+        def __init__(self) -> None:
+            pytest.fail("an instance, whose rows nobody asks for")
+
+    first.union(data.range(3).map_batches(Large), data.read_sql("SELECT 1", connect)).take(1)
+    assert calls == []
+    first.union(data.range(500).filter(lambda row: calls.append("row"))).take(1)
+    assert len(calls) <= 16
+    skipping = first.union(data.range(3).map(lambda row: {"x": 1 // row["id"]}, on_error="skip"))
+    assert skipping.count() == 3
+    assert "1 rows left out" in skipping.stats()
+    failing = [DataError("503")]
+
+    def fails_once(row: dict[str, Any]) -> dict[str, Any]:
+        if failing:
+            raise failing.pop()
+        return {"x": row["id"]}
+
+    union = first.union(data.range(3).map(fails_once))
+    with pytest.raises(DataError, match="503"):
+        union.take(1)
+    assert union.take(1) == [{"a": 1, "x": None}]
 
 
 def test_datasets_are_interleaved_by_weight_each_row_once() -> None:
