@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import codecs
+import contextlib
 import copy
 import io
 import itertools
@@ -212,6 +213,8 @@ class Lines(FileSource):
             if not isinstance(item, dict):
                 self._leave_out(f"{file.path}, item {number} ({repr(item)[:80]}): no object")
             lines.append(json.dumps(item).encode() if isinstance(item, dict) else b"")
+        if objects := [item for item in items if isinstance(item, dict)]:
+            self._first = completed(self._first, file, _schema_of(objects))
         return self._of_lines(file, b"\n".join(lines), 1, "item")
 
     def _of_lines(self, file: File, text: bytes, number: int, unit: str = "line") -> Batch:
@@ -300,6 +303,17 @@ def _known(first: tuple[File, Any] | None) -> dict[str, Any]:
     return {one.name: one.type for one in schema if not has_null(one.type)}
 
 
+def _schema_of(objects: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the schema of objects, in which texts are texts, and values of several types null."""
+    pa = arrow()
+    kinds = {}
+    for name in dict.fromkeys(name for one in objects for name in one):
+        kinds[name] = pa.null()
+        with contextlib.suppress(pa.ArrowException, OverflowError):
+            kinds[name] = pa.array([one.get(name) for one in objects]).type
+    return pa.schema(kinds)
+
+
 def _text_of(lines: Sequence[Line]) -> bytes:
     return b"\n".join(line for _, line in lines)
 
@@ -320,12 +334,14 @@ class Numpy(FileSource):
             raise DataError(f"elastic.data: {file.path} is no array: {error}") from error
         if not (isinstance(whole, np.ndarray) and whole.ndim):
             raise DataError(f"elastic.data: {file.path}: expected an array of one axis or more")
-        self._first = self._first or (file, whole.dtype)
+        found = whole.dtype.newbyteorder("=")
+        self._first = self._first or (file, found)
         first, kind = self._first
-        if whole.dtype != kind and not whole.dtype.kind == kind.kind == "U":
+        # Texts and bytes may have any length.
+        if found != kind and not (found.kind == kind.kind and kind.kind in "US"):
             raise DataError(
                 f"elastic.data: the type changes between files: it is {kind} in {first.path} and "
-                f"{whole.dtype} in {file.path}: write the files alike, or leave such files out "
+                f"{found} in {file.path}: write the files alike, or leave such files out "
                 f"(on_error='skip')"
             )
         yield from batched([{"data": whole}], BLOCK_ROWS)

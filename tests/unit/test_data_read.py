@@ -510,9 +510,13 @@ def test_other_files_become_rows(tmp_path: Path) -> None:
         [2, 3],
         [4, 5],
     ]
+    for alike in ([np.array([b"a"]), np.array([b"bc"])], [np.ones(1, "<f4"), np.ones(1, ">f4")]):
+        for number, values in enumerate(alike):
+            np.save(tmp_path / f"alike{number}.npy", values)
+        assert data.read_numpy(tmp_path / "alike*.npy").count() == 2
     np.save(tmp_path / "x.npy", np.ones(3))
     with pytest.raises(DataError, match=r"it is int64 in .*n.npy and float64 in .*x.npy"):
-        data.read_numpy(tmp_path).take_all()
+        data.read_numpy([tmp_path / "n.npy", tmp_path / "x.npy"]).take_all()
     for size in (4, 6):
         Image.new("RGB", (size, 5), (size, 0, 0)).save(tmp_path / f"{size}.png")
     images = data.read_images(tmp_path, size=(8, 9), include_paths=True)
@@ -615,6 +619,17 @@ def test_each_json_object_has_all_columns(tmp_path: Path, is_list: bool) -> None
     write("b.json", [{"a": 3}, {"c": "four"}])
     with pytest.raises(DataError, match=r"b.json.* has the column 'c', which .*a.json begins"):
         data.read_json(tmp_path).count()
+
+
+def test_texts_of_a_json_list_are_texts_also_if_they_are_those_of_times(tmp_path: Path) -> None:
+    first = [{"t": "2024-01-02", "in": ["2024-01-02"], "late": None, "e": {}}]
+    others = [{"t": "spring", "in": [], "late": "2024-01-02"}, {"t": "2024-01-02", "late": "x"}]
+    for name, rows in (("a", first), ("b", others)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    found = data.read_json(tmp_path).take_all()
+    assert [row["t"] for row in found] == ["2024-01-02", "spring", "2024-01-02"]
+    assert [row["late"] for row in found] == [None, "2024-01-02", "x"]
+    assert list(found[0]["in"]) == ["2024-01-02"]
 
 
 def test_one_bad_line_costs_no_other(tmp_path: Path) -> None:
