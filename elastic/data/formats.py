@@ -81,14 +81,16 @@ class Csv(FileSource):
         # Values may have several lines in any case; without it not where a chunk ends.
         own = csv.ParseOptions(newlines_in_values=True)
         parse = copy.copy(options.get("parse_options")) or own
+        # With several threads pyarrow does not count rows, whose numbers errors name.
+        read = copy.copy(options.get("read_options")) or csv.ReadOptions(use_threads=False)
         if self.skips:
             parse.invalid_row_handler = partial(self._skip_row, file)
+            read.use_threads = False
         opened = reader.open(file, self.compression)
         try:
             found = csv.open_csv(
                 opened,
-                # With several threads pyarrow does not count rows, whose numbers errors name.
-                read_options=options.get("read_options") or csv.ReadOptions(use_threads=False),
+                read_options=read,
                 parse_options=parse,
                 convert_options=convert,
             )
@@ -121,12 +123,14 @@ class Csv(FileSource):
         csv.write_csv(texts, held)
         held.seek(0)
         try:
-            yield csv.read_csv(
+            found = csv.read_csv(
                 held,
-                csv.ReadOptions(use_threads=False),
+                csv.ReadOptions(use_threads=False, block_size=held.getbuffer().nbytes),
                 csv.ParseOptions(newlines_in_values=True),
                 self._convert_options(_known(self._first)),
             )
+            self._first = completed(self._first, file, found.schema)
+            yield found
         except pa.ArrowInvalid as error:
             if texts.num_rows == 1:
                 values = list(texts.to_pylist()[0].values())
@@ -137,13 +141,12 @@ class Csv(FileSource):
                 yield from self._converted(file, part)
 
     def _skip_row(self, file: File, row: Any) -> str:
-        if row.number is not None and row.number <= self._counted:
+        if row.number <= self._counted:
             return "skip"  # The file is read for the second time.
-        self._counted = row.number or 0
-        number = f"row {row.number}" if row.number is not None else "a row"
+        self._counted = row.number
         text = (row.text or "")[:80]
         why = f"{row.actual_columns} columns, {row.expected_columns} expected"
-        self.skip("rows", f"{file.path}, {number} ({text!r}) has {why}")
+        self.skip("rows", f"{file.path}, row {row.number} ({text!r}) has {why}")
         return "skip"
 
 

@@ -730,6 +730,16 @@ def test_a_bad_row_is_named_or_left_out_with_a_count(tmp_path: Path) -> None:
     assert found["a"].to_pylist() == [None if n == 90_003 else n for n in kept]
     assert found["b"].to_pylist() == ["0" if n == 90_003 else f"t\n{n}" for n in kept]
     assert "3 rows left out" in ds.stats()
+    rows = [f"{n},\n" for n in range(400_000)]
+    rows[3], rows[200_000], rows[200_001] = "4\n", "5,5\n", f"{'0' * 2**20}6,\n"
+    rows[-1] = "5,x\n"
+    (tmp_path / "c.csv").write_text("a,b\n" + "".join(rows))
+    options = pyarrow.csv.ReadOptions(block_size=1200_000, use_threads=True)
+    ds = data.read_csv(tmp_path / "c.csv", on_error="skip", read_options=options)
+    late = ds.to_arrow()
+    assert late.schema == pa.schema([("a", pa.int64()), ("b", pa.int64())])
+    assert late["a"].to_pylist()[199_998:200_001] == [199_999, 5, 6]
+    assert "2 rows left out" in ds.stats()
     (tmp_path / "a.json").write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
     with pytest.raises(DataError, match=r"a.json, line 2 "):
         data.read_json(tmp_path / "a.json").count()
