@@ -211,9 +211,11 @@ def most_workers(space: Any) -> int:
 
 
 def _as_grids(space: Any) -> Any:
-    """Return a space in which each choice is a grid."""
+    """Return a space in which each choice is a grid, and each whole number the greatest one."""
     if isinstance(space, Domain) and space.options:
         return grid_search(space.options)
+    if isinstance(space, Domain) and space.kind == "int":
+        return int(space.rounded(space.highest))
     if isinstance(space, Mapping):
         return {key: _as_grids(part) for key, part in space.items()}
     return space

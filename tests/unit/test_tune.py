@@ -181,6 +181,7 @@ def test_a_trials_scaling_config_and_datasets_may_be_drawn_in_parts(tmp_path: Pa
     assert trainer.datasets == {"train": small}
     assert most_workers(tuner._space) == 3
     assert most_workers({"scaling_config": tune.choice([ScalingConfig(), ScalingConfig(5)])}) == 5
+    assert most_workers({"scaling_config": {"num_workers": tune.randint(1, 9)}}) == 8
     with pytest.raises(ConfigError, match=r"num_workers=.*expected a value; a Tuner draws"):
         TorchTrainer(train, scaling_config=drawn)
     for space, said in (
