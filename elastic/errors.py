@@ -82,7 +82,8 @@ class CoordinatorUnreachable(Unavailable):
             # Somebody may well be there: another one could not even listen at the address.
             advice = "is it stopped or overloaded, or a firewall between? Else"
         else:
-            advice = f"start one with 'elastic-coord serve --listen {address}', or"
+            starts = f"'elastic start --head' or 'elastic-coord serve --listen {address}'"
+            advice = f"start one with {starts}, or"
         super().__init__(
             f"no coordinator answers at {address}{because}; {advice} pass the right address"
         )
