@@ -427,7 +427,7 @@ class Reporter:
         more = {}
         if checkpoint:
             more["checkpoint"] = checkpoint
-        if index == 0 and self._newest.known:
+        if index == 0 and self._newest.known and not where:
             more["resumed_from"] = self._newest.known.rpartition("/")[2]
         if where:
             more["at"] = where  # A run that goes back reports this place again.
