@@ -172,11 +172,13 @@ def _own_modules(name: str, folder: Path) -> list[Path]:
     """Return the files of a module or package, none if it is an installed one."""
     found = [one for one in (folder / f"{name}.py", folder / name) if one.exists()]
     if not found:
-        with contextlib.suppress(ImportError, ValueError):
+        # Finders are other people's, and a look at imports must fail no run.
+        with contextlib.suppress(Exception):
             spec = importlib.util.find_spec(name)
             if spec is not None:
                 places = spec.submodule_search_locations or [spec.origin or ""]
-                own = [one for one in places if not any(part in one for part in NOT_OWN)]
+                # Places may be paths: whatever a script has put into sys.path.
+                own = [one for one in map(str, places) if not any(part in one for part in NOT_OWN)]
                 found = [Path(one) for one in own if one]
     return [file for one in found for file in ([one] if one.suffix else _modules_of(one))]
 
