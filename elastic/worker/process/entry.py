@@ -8,20 +8,16 @@ or what a failed attempt left half done, does not leak into the next one.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import importlib.util
 import inspect
 import io
 import logging
 import os
 import pickle
-import re
 import runpy
 import sys
-import sysconfig
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,14 +31,9 @@ import cloudpickle
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.worker.process.error_file import error_file
-from elastic.worker.process.importing import import_ahead, put_first
+from elastic.worker.process.importing import import_ahead, modules_of, places_of, put_first, uses_us
 
 RUN_NAME = "__main__"
-OUR_NAME = "elastic"
-IMPORT = re.compile(r"^[ \t]*(?:from[ \t]*(\.*)[ \t]*(\w*)|import[ \t]+([\w., \t]+))", re.MULTILINE)
-"""A line of a script that imports: dots and the first part of a name, or names with commas."""
-NOT_OWN = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
-"""Parts of the paths of modules that are nobody's own."""
 
 
 @dataclass(frozen=True)
@@ -131,72 +122,12 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
         if imports_ahead:
             import_ahead(path)
         script = Path(path)
-        is_foreign = script.suffix == ".py" and not _uses_us([script], script.parent)
+        is_foreign = script.suffix == ".py" and not uses_us([script], script.parent)
         run = partial(_run_script, path, entry.args)
     else:
-        is_foreign = not _uses_us(_module_files(entry), Path())
+        is_foreign = not uses_us(_module_files(entry), Path())
         run = partial(_run_module, entry)
     return lambda: EntryCall(partial(_run_to_end, run), is_foreign=is_foreign)
-
-
-def _uses_us(files: Sequence[Path], folder: Path) -> bool:
-    """Return whether a script or package imports this library, or its own modules do.
-
-    Args:
-        files: of the script, or of the package that is run.
-        folder: where a script's own modules are.
-    """
-    unread, names, packages = [*files], set[str](), set[Path]()
-    while unread:
-        file = unread.pop()
-        try:
-            text = file.read_text(errors="replace")
-        except OSError:  # An editor's broken link, or a file that we may not read.
-            continue
-        for dots, first, several in IMPORT.findall(text):
-            if dots:
-                package = _package_of(file)
-                unread += () if package in packages else _modules_of(package)
-                packages.add(package)
-                continue
-            modules = [first] if first else several.split(",")
-            for name in (one.strip().partition(".")[0] for one in modules):
-                unread += () if name in names else _own_modules(name, folder)
-                names.add(name)
-        if OUR_NAME in names:
-            return True
-    return False
-
-
-def _own_modules(name: str, folder: Path) -> list[Path]:
-    """Return the files of a module or package, none if it is an installed one."""
-    found = [one for one in (folder / f"{name}.py", folder / name) if one.exists()]
-    if not found:
-        # Finders are other people's, and a look at imports must fail no run.
-        with contextlib.suppress(Exception):
-            spec = importlib.util.find_spec(name)
-            if spec is not None:
-                places = spec.submodule_search_locations or [spec.origin or ""]
-                # Places may be paths: whatever a script has put into sys.path.
-                own = [one for one in map(str, places) if not any(part in one for part in NOT_OWN)]
-                found = [Path(one) for one in own if one]
-    return [file for one in found for file in ([one] if one.suffix else _modules_of(one))]
-
-
-def _package_of(file: Path) -> Path:
-    """Return the folder of the outermost package that a module is in."""
-    folder = file.parent
-    while (folder.parent / "__init__.py").is_file():
-        folder = folder.parent
-    return folder
-
-
-def _modules_of(package: Path) -> list[Path]:
-    """Return the files of a package; a folder of data may have the name of an imported module."""
-    found = sorted(package.glob("*.py"))
-    for init in package.glob("*/__init__.py"):
-        found += _modules_of(init.parent)
-    return found
 
 
 def _run_to_end(run: Callable[[], None]) -> None:
@@ -313,17 +244,14 @@ def _module_files(entry: Entry) -> list[Path]:
         UsageError: its first part is not there.
     """
     try:
-        spec = importlib.util.find_spec(entry.target.partition(".")[0])
+        places = places_of(entry.target)
     except (ModuleNotFoundError, ValueError):
-        spec = None
-    if spec is None:
+        places = None
+    if places is None:
         raise UsageError(
             f"module {entry.target} is not on this node; looked in {', '.join(sys.path)}"
         )
-    places = spec.submodule_search_locations
-    if places is None:
-        return [Path(spec.origin or "")]
-    return [file for place in places for file in _modules_of(Path(place))]
+    return [file for place in places for file in modules_of(place)]
 
 
 def _run_module(entry: Entry) -> None:
