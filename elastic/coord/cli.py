@@ -142,9 +142,12 @@ def main() -> None:
 )  # fmt: skip
 @store_options
 @click.option(
-    "--token-file", envvar="ELASTIC_TOKEN_FILE", default="", metavar="FILE",
+    "--token-file",
+    envvar="ELASTIC_TOKEN_FILE",
+    default="",
+    metavar="FILE",
     help="File with the join token, one long random word. [env: ELASTIC_TOKEN_FILE]",
-)  # fmt: skip
+)
 @click.option(
     "--tokens", envvar="ELASTIC_TOKENS", default="", metavar="FILE",
     help="File of tokens with roles, from 'elastic-coord tokens'; read again when it changes. "
@@ -252,15 +255,23 @@ def serve_command(log_level: str, **settings: Any) -> None:
 
 @main.command()
 @click.option(
-    "--coord", envvar="ELASTIC_COORD", default=DEFAULT_ADDRESS, show_default=True,
+    "--coord",
+    envvar="ELASTIC_COORD",
+    default=DEFAULT_ADDRESS,
+    show_default=True,
     metavar="HOST:PORT",
     help="Address of the coordinator, or several with commas. [env: ELASTIC_COORD]",
-)  # fmt: skip
+)
 @tls_options
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=5.0, show_default=True,
-    metavar="SECONDS", help="How long to wait for an answer.",
-)  # fmt: skip
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.1),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for an answer.",
+)
 def health(coord: str, timeout_s: float, **tls: str) -> None:
     """Show whether a coordinator leads (SERVING) or could take over (STANDBY).
 

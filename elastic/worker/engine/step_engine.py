@@ -953,9 +953,8 @@ class StepEngine:
         voters = sum(1 for one in places if one <= here)
         number = self._group.reports.next(here)
         at = here.cursor
-        where = (
-            f"e{at.epoch:05d}-s{at.step:07d}-{here.part.value}{number}"  # In order as text, too.
-        )
+        # In order as text, too.
+        where = f"e{at.epoch:05d}-s{at.step:07d}-{here.part.value}{number}"
         if 0 < voters < len(places):
             if checkpoint is not None and checkpoint is not NO_PART:
                 log.warning(

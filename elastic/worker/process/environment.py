@@ -15,12 +15,22 @@ from elastic.core.messages import Assign
 from elastic.core.world import Assignment, host_of
 
 PLACE = frozenset(
-    (
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
-        "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT", "ELASTIC_GENERATION",
-    )
-)  # fmt: skip
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "NODE_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT",
+        "ELASTIC_GENERATION",
+    }
+)
 """Environment variables that give a process its place in its group."""
 
 THREADS = "OMP_NUM_THREADS"
