@@ -199,7 +199,11 @@ class JobPrinter:
                     int(fields.get("world_size", "0")), cause, fields.get("reason", "")
                 )
         elif name == "group_training":
-            line = self._losses.trains(int(fields.get("generation", "0")), timed.unix_ns)
+            self._losses.trains(int(fields.get("generation", "0")), timed.unix_ns)
+        elif name == "first_step" and "pause_s" in fields:
+            pause_ns = round(float(fields["pause_s"]) * 1e9)
+            size = int(fields.get("world_size", "0"))
+            line = self._losses.steps(int(fields.get("generation", "0")), size, pause_ns)
             if line:
                 self.print_line(line)
         elif name == "worker_gone" and not fields.get("cause", "").startswith(BY_ORDER):

@@ -208,8 +208,18 @@ def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None
     ]
 
 
-def lose(printer: JobPrinter, clock: HandClock, generation: int, wait_s: int) -> None:
-    """Have two workers killed, and let the next group train 0.11 s or later after that."""
+def lose(
+    printer: JobPrinter, clock: HandClock, generation: int, wait_s: int, *, steps_after_s: int = 0
+) -> None:
+    """Have two workers killed, and let the next group begin 0.11 s or later after that.
+
+    Args:
+        printer: takes the events.
+        clock: is moved.
+        generation: of the next group.
+        wait_s: how much later it begins.
+        steps_after_s: how long it takes for its first step, -1 if it has none.
+    """
     for worker, rank in (("n0/1", "0"), ("n0/2", "1")):
         fields = {"worker": worker, "rank": rank, "cause": "killed by SIGKILL"}
         printer.note(note("worker_gone", 5, **fields))
@@ -222,6 +232,13 @@ def lose(printer: JobPrinter, clock: HandClock, generation: int, wait_s: int) ->
     printer.note(note("group_formed", 5.1, **formed))
     printer.note(note("group_training", 5.11 + wait_s, generation=f"{generation}", took_ms="10"))
     printer.job(job(JobPhase.RUNNING, size=2))
+    for _ in range(steps_after_s if steps_after_s >= 0 else 3):
+        clock.now_ns += S
+        printer.tick()
+    if steps_after_s >= 0:
+        after_s = 0.11 + wait_s + steps_after_s
+        step = {"generation": f"{generation}", "pause_s": f"{after_s:.3f}", "world_size": "2"}
+        printer.note(note("first_step", 5.0 + after_s, **step))
 
 
 def test_a_loss_is_one_line_that_says_who_and_why_and_for_how_long(
@@ -236,6 +253,20 @@ def test_a_loss_is_one_line_that_says_who_and_why_and_for_how_long(
         lost,
         "job demo waits since 2.0 s: 1 of 2 workers",
         "training paused for 3.11 s and continues with 2 workers (generation 5)",
+    ]
+
+
+def test_a_group_that_takes_long_for_its_first_step_has_not_continued_training(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    lose(printer, clock, 4, 0, steps_after_s=4)
+    lose(printer, clock, 5, 0, steps_after_s=-1)  # A script's own steps are not seen.
+    lost = "lost worker n0/1 (rank 0), killed by SIGKILL; worker n0/2 (rank 1), killed by SIGKILL"
+    assert said(about) == [
+        f"{lost}: 2 workers formed generation 4 after 0.11 s",
+        "training paused for 4.11 s and continues with 2 workers (generation 4)",
+        f"{lost}: 2 workers formed generation 5 after 0.11 s",
     ]
 
 
