@@ -162,15 +162,14 @@ class ChildProcesses:
         self._all_gone = asyncio.Event()
         self._all_gone.set()
 
-    def spawn(self, process_id: int, job_id: str = "", script: Entry | None = None) -> None:
+    def spawn(self, process_id: int, entry: Entry | None = None) -> None:
         """Start a spare; posts `ProcessStarted` or `SpawnFailed`, soon if not at once.
 
         Args:
             process_id: the agent's own number for it.
-            job_id: of the job that it is for, "" for any.
-            script: the script whose first imports are made in advance, where possible.
+            entry: whose imports are made in advance, where possible; None for any job's.
         """
-        if self._has_zygote and self._fork(SpareRequest.of(process_id, job_id, script)):
+        if self._has_zygote and self._fork(SpareRequest.of(process_id, entry)):
             return
         try:
             pid, ends = self._start(process_id)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.agent.kernel import process_state
-from elastic.core.world import Entry
+from elastic.core.world import Entry, EntryKind
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ BIRTH_S_MAX = 5.0
 LATE_S = 1.0
 """A timer that fires so late is no fault of the zygote: the agent, or its host, was stopped."""
 IMPORTS_S_MAX = 300.0
-"""Added to the timeout when a script's imports are made first; the zygote gives up sooner."""
-SCRIPT_BYTES_MAX = 32_000
-"""Largest description of a script, with its environment, that is sent."""
+"""Added to the timeout when a job's imports are made first; the zygote gives up sooner."""
+IMPORTS_BYTES_MAX = 32_000
+"""Largest description of imports, with the environment in which they are made, that is sent."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,30 @@ class SpareRequest:
 
     Attributes:
         number: the agent's number for the spare.
-        job_id: the job of its script.
-        script: JSON of the script whose imports are made in advance, "" for none.
+        imports: JSON of the script or the modules that are imported in advance, "" for none. Jobs
+            with the same imports share the process that makes them.
     """
 
     number: int
-    job_id: str = ""
-    script: str = ""
+    imports: str = ""
 
     @classmethod
-    def of(cls, number: int, job_id: str, entry: Entry | None) -> SpareRequest:
-        """Return the request; a script that is too large for a message is left out."""
+    def of(cls, number: int, entry: Entry | None) -> SpareRequest:
+        """Return the request; imports that are too large for a message are left out."""
         if entry is None:
             return cls(number)
-        folders = [entry.working_dir, *entry.python_path]
-        fields = {"path": entry.target, "folders": folders, "env": dict(entry.env)}
+        fields = {
+            "path": entry.target if entry.kind is EntryKind.SCRIPT else "",
+            "folders": [entry.working_dir, *entry.python_path],
+            "env": dict(entry.env),
+            "modules": entry.imports,
+        }
         text = json.dumps(fields)
-        return cls(number, job_id, text) if len(text) <= SCRIPT_BYTES_MAX else cls(number)
+        return cls(number, text) if len(text) <= IMPORTS_BYTES_MAX else cls(number)
 
     def text(self) -> bytes:
-        """Return the message: number, job and script, separated by spaces."""
-        return f"{self.number} {self.job_id} {self.script}".encode()
+        """Return the message: the number and the imports, separated by a space."""
+        return f"{self.number} {self.imports}".encode()
 
 
 def adopt_orphans() -> None:
@@ -172,7 +175,7 @@ class Zygote:
         """
         socket.send_fds(self._sock, [request.text()], [pipe.fileno(), output])
         # The zygote gives up imports that take too long, and forks without them.
-        patience_s = self._timeout_s + (IMPORTS_S_MAX if request.script else 0.0)
+        patience_s = self._timeout_s + (IMPORTS_S_MAX if request.imports else 0.0)
         timer = self._loop.call_later(patience_s, self._is_stuck, request.number)
         self._waiting[request.number] = timer
 

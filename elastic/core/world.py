@@ -361,6 +361,8 @@ class Entry:
         working_dir: directory to run in, "" for the agent's own.
         python_path: directories put before sys.path.
         env: (name, value) pairs for the worker's environment.
+        imports: installed modules that a function imports or uses; a node's spares import them
+            before they have a place.
     """
 
     kind: EntryKind
@@ -370,6 +372,7 @@ class Entry:
     working_dir: str = ""
     python_path: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    imports: tuple[str, ...] = ()
 
 
 class CheckpointStatus(Enum):

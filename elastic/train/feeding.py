@@ -55,6 +55,7 @@ def feeders_of(spec: JobSpec, job_id: JobId, config: DataConfig, secret: FeederS
         kind=EntryKind.FUNCTION,
         target=f"feeders of {spec.name}",
         payload=pack(feed, place, {}),
+        imports=(),
     )
     return JobSpec(
         job_id=job_id,

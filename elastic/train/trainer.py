@@ -717,6 +717,7 @@ class DataParallelTrainer:
             env: of all workers of this script; the run's own variables take precedence.
         """
         from elastic.worker.process.entry import pack
+        from elastic.worker.process.importing import imports_of
 
         scaling, torch_config = self.scaling_config, self.torch_config
         checkpoints = self.run_config.checkpoint_config
@@ -731,6 +732,7 @@ class DataParallelTrainer:
             env=sorted_pairs(
                 {**as_environment(), **env, **virtual, **(self.run_config.worker_env or {})}
             ),
+            imports=imports_of(function),
         )
         return JobSpec(
             job_id=JobId(""),

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -176,24 +177,30 @@ class TestOneNode:
         await wait_for_async(lambda: not Path(f"/proc/{pids[1]}").exists())
         assert pids_of(node.processes) == {1: pids[0], 3: pids[2]}
 
-    async def test_spares_of_a_script_have_its_imports_and_do_without_if_those_fail(
+    async def test_spares_of_a_job_have_its_imports_and_do_without_if_those_fail(
         self, node: Node, tmp_path: Path
     ) -> None:
         installed = tmp_path / "site-packages"
         installed.mkdir()
         (installed / "costly.py").write_text(IMPORTED)
+        (installed / "dear.py").write_text(f"{IMPORTED}\nPART = 1")
         (installed / "deadly.py").write_text("import os; os._exit(1)")
-        for number, name in enumerate(("costly", "costly", "deadly"), 11):
+        function = Entry(
+            EntryKind.FUNCTION, "train", python_path=(str(installed),), imports=("dear.PART",)
+        )
+        script = replace(function, kind=EntryKind.SCRIPT, imports=())
+        scripts: list[Entry] = []
+        for name in ("costly", "deadly"):
             (tmp_path / f"{name}.txt").write_text(f"import {name}")
-            entry = Entry(
-                EntryKind.SCRIPT, str(tmp_path / f"{name}.txt"), python_path=(str(installed),)
-            )
-            node.processes.spawn(number, name, entry)
+            scripts.append(replace(script, target=str(tmp_path / f"{name}.txt")))
+        for number, entry in enumerate((scripts[0], *scripts, function, function), 11):
+            node.processes.spawn(number, entry)
             pid = await node.is_warm(number)
             assert (parent_of(pid), os.getsid(pid)) == (os.getpid(), pid)
             assert name_of(pid) == "elastic-worker"
         # Imported once, for both, and after torch's functions were replaced.
         assert (installed / "costly.py.kept").read_text().split() == ["True"]
+        assert (installed / "dear.py.kept").read_text().split() == ["True"]
 
     async def test_what_a_worker_leaves_behind_is_adopted_and_reaped(self, node: Node) -> None:
         await node.warm(21)

@@ -88,7 +88,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
     "elastic/worker/process/error_file.py": "names the file that torch's @record writes",
-    "elastic/worker/process/script_zygote.py": "notices what asks for a place during imports",
+    "elastic/worker/process/import_zygote.py": "notices what asks for a place during imports",
     "elastic/worker/process/early_run.py": "notices when user code asks for its place early",
     "elastic/agent/doctor.py": "elastic-agent doctor: a process starts here",
     "elastic/client/embedded.py": "hands on what is not said of the daemons of other clusters",

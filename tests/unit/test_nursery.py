@@ -10,14 +10,14 @@ from tests.patience import DEADLINE_S
 
 GROWS = """
 import json, os, socket, sys
-from elastic.worker.process.script_zygote import ImportedScript, run
+from elastic.worker.process.import_zygote import ImportPlan, run
 
 def grown(text):
     with open("script.py", "w") as file:
         file.write(text)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
-        run(ImportedScript(os.path.abspath("script.py"), (os.getcwd(), sys.argv[1]), {}), theirs)
+        run(ImportPlan(os.path.abspath("script.py"), (os.getcwd(), sys.argv[1]), {}), theirs)
         known = [name for name in ("quiet", "asks", "starts", "own") if name in sys.modules]
         theirs.send(json.dumps(["grown", *known]).encode())
         os._exit(0)

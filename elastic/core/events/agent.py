@@ -180,12 +180,12 @@ class Spawn:
 
     Attributes:
         job_id: the job that it is for, "" for a process for any job.
-        script: of that job; the process imports its modules in advance.
+        entry: of that job; the process imports its modules in advance.
     """
 
     process_id: int
     job_id: JobId = ANY_JOB
-    script: Entry | None = None
+    entry: Entry | None = None
 
 
 @dataclass(frozen=True)

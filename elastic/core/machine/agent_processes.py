@@ -332,7 +332,7 @@ class ProcessBook:
             idle = [process for process in idle if process not in found]
             missing += [] if found else [spec]
         for wanted in spares:
-            job_id = script_job(wanted)
+            job_id = importing_job(wanted)
             found = [process for process in idle if process.job_id == job_id][:1]
             idle = [process for process in idle if process not in found]
             missing += [] if found or self.spawning.has_given_up() else [wanted]
@@ -347,15 +347,16 @@ class ProcessBook:
 
     def _spawn(self, spec: JobSpec | None, now_ns: int) -> None:
         self._num_spawned += 1
-        number, job_id = self._num_spawned, script_job(spec)
+        number, job_id = self._num_spawned, importing_job(spec)
         self._all[number] = ProcessState(number, now_ns, job_id=job_id)
         self._out.append(Spawn(number, job_id, spec.entry if spec is not None and job_id else None))
 
 
-def script_job(spec: JobSpec | None) -> JobId:
-    """Return the job for which a spare can make imports ahead: that of a script; "" for none."""
-    is_script = spec is not None and spec.entry.kind is EntryKind.SCRIPT
-    return spec.job_id if spec is not None and is_script else ANY_JOB
+def importing_job(spec: JobSpec | None) -> JobId:
+    """Return the job for which a spare can make imports ahead, "" for none."""
+    if spec is None or not (spec.entry.kind is EntryKind.SCRIPT or spec.entry.imports):
+        return ANY_JOB
+    return spec.job_id
 
 
 def cause_of_exit(process: ProcessState, cause: ExitCause) -> ExitCause:

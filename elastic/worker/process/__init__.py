@@ -2,7 +2,7 @@
 
 What is where:
 
-    start         zygote, script_zygote, main, warmup, gloo_trial
+    start         zygote, import_zygote, main, warmup, gloo_trial
     two threads   control (owns the machine), runner (calls user code)
     user code     entry, program, early_run, importing, environment, error_file
     alone         local (in the user's own process)

@@ -1,4 +1,4 @@
-"""A fork of the zygote that has made the imports of one script, and forks workers for it.
+"""A fork of the zygote that has made the imports of a job, and forks workers for it.
 
 A worker that takes the place of another would import for seconds what the one before had, while all
 others wait for it.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import socket
@@ -26,7 +25,13 @@ from typing import Any
 import torch
 
 from elastic.worker.process.environment import PLACE
-from elastic.worker.process.importing import import_ahead, put_first
+from elastic.worker.process.importing import (
+    home_of,
+    import_ahead,
+    import_all,
+    is_imported,
+    put_first,
+)
 
 OURS = ("ELASTIC_", "TORCHELASTIC_")
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -37,13 +42,14 @@ _asking: set[str] = set()
 
 
 @dataclass(frozen=True)
-class ImportedScript:
-    """A script, as far as its imports depend on it.
+class ImportPlan:
+    """What to import for the workers of a job, and where.
 
     Attributes:
+        path: of its script, "" for a function.
         folders: its working directory, or "", and where it finds modules of its own.
-        env: variables that its job sets.
-        modules: to import instead of what it imports first; empty for that.
+        env: variables that it sets.
+        modules: to import; empty for what the script imports first.
     """
 
     path: str
@@ -52,10 +58,15 @@ class ImportedScript:
     modules: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, text: str) -> ImportedScript:
+    def read(cls, text: str) -> ImportPlan:
         """Parse the agent's message."""
         fields = json.loads(text)
-        return cls(fields["path"], tuple(fields["folders"]), fields["env"])
+        folders, modules = tuple(fields["folders"]), tuple(fields["modules"])
+        return cls(fields["path"], folders, fields["env"], modules)
+
+    def is_done(self) -> bool:
+        """Return whether this process has imported all modules that are named."""
+        return bool(self.modules) and all(map(is_imported, self.modules))
 
 
 class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
@@ -91,28 +102,26 @@ def _watching() -> Iterator[None]:
         os.environ.__class__ = plain
 
 
-def run(script: ImportedScript, zygote: socket.socket) -> None:
-    """Make a script's imports in this process, which ends if they are of no use to its workers.
+def run(plan: ImportPlan, zygote: socket.socket) -> None:
+    """Make a job's imports in this process, which ends if they are of no use to its workers.
 
     Args:
-        script: whose.
+        plan: what to import.
         zygote: is sent then what is left to import, as JSON, [] for nothing.
     """
-    os.environ.update(script.env)
-    working_dir, *folders = script.folders
+    os.environ.update(plan.env)
+    working_dir, *folders = plan.folders
     with contextlib.suppress(OSError):
         os.chdir(working_dir or ".")
     for folder in reversed(folders):
         put_first(folder)
-    sys.argv = [script.path]
+    sys.argv = [plan.path]
     known = frozenset(sys.modules)
     with _watching():
-        if script.modules:
-            for name in script.modules:
-                with contextlib.suppress(Exception, SystemExit):
-                    importlib.import_module(name)
+        if plan.modules:
+            import_all(plan.modules)
         else:
-            import_ahead(script.path)
+            import_ahead(plan.path)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # Or each fork of this process would do so.
     has_begun = threading.active_count() > 1 or torch.cuda.is_initialized() or _has_children()
@@ -127,10 +136,19 @@ def run(script: ImportedScript, zygote: socket.socket) -> None:
 
 
 def _without(asking: set[str], known: frozenset[str]) -> Sequence[str]:
-    """Return what was imported, in this order, of packages that have not asked."""
-    new = [name for name in sys.modules if name not in known]
-    out = asking | sys.stdlib_module_names
-    return [name for name in new if name.partition(".")[0] not in out]
+    """Return what was imported, in this order, and needs no package that has asked."""
+    new = {name: module for name, module in sys.modules.items() if name not in known}
+    out = {name for name in new if name.partition(".")[0] in asking}
+    uses = {
+        name: {name.rpartition(".")[0], *map(home_of, list(vars(module).values()))}
+        for name, module in new.items()
+        if name not in out
+    }
+    while more := [name for name, used in uses.items() if not out.isdisjoint(used)]:
+        out.update(more)
+        for name in more:
+            del uses[name]
+    return [name for name in uses if name.partition(".")[0] not in sys.stdlib_module_names]
 
 
 def _has_children() -> bool:

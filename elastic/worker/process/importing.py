@@ -1,21 +1,25 @@
-"""What a script imports: whether this library is among it, and what can be imported before it runs.
+"""What a script or function imports: whether this library is among it, and what can be made ahead.
 
-Ahead are imported only installed packages, and only up to the first statement that does something:
-modules of the script's own may read their rank, `sys.argv`, or what is done before they are
-imported. The script runs its import statements all the same, and meets the errors that are passed
-over here.
+Ahead are imported only installed packages, and of a script only up to the first statement that does
+something: modules of the script's own may read their rank, `sys.argv`, or what is done before they
+are imported. The user's code runs its import statements all the same, and meets the errors that are
+passed over here.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 INSTALLED = ("site-packages", "dist-packages")
 SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
@@ -33,31 +37,130 @@ def put_first(directory: str) -> None:
 
 def import_ahead(path: str) -> None:
     put_first(str(Path(path).parent))
-    for name, parts in _imported_first(path):
+    known: dict[str, bool] = {}
+    import_all(name for name in _imported_first(path) if _is_installed_module(name, known))
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Import modules, and parts of modules; errors are left to the user's code."""
+    for name in names:
         with contextlib.suppress(Exception, SystemExit):
-            places = places_of(name)
-            if places is not None and _is_installed(name, places):
-                module = importlib.import_module(name)
-                for part in parts:  # Some packages import their parts when they are asked for.
-                    getattr(module, part, None)
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError:
+                # Some packages import their parts when they are asked for.
+                module, _, part = name.rpartition(".")
+                getattr(importlib.import_module(module), part)
 
 
-def _imported_first(path: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the modules that a script imports before it does anything else, and what of them."""
+def is_imported(name: str) -> bool:
+    """Return whether a module, or a part of a module, is imported; imports nothing."""
+    module, _, part = name.rpartition(".")
+    home = sys.modules.get(module)
+    return name in sys.modules or (home is not None and part in vars(home))
+
+
+def _imported_first(path: str) -> list[str]:
+    """Return what a script imports before it does anything else."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
-    found: list[tuple[str, tuple[str, ...]]] = []
+    found: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Import):
-            found += [(alias.name, ()) for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             if node.module and not node.level:
-                found.append((node.module, tuple(alias.name for alias in node.names)))
+                parts = [f"{node.module}.{alias.name}" for alias in node.names]
+                found += [node.module, *parts]
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             break  # No text about the script.
     return found
+
+
+def imports_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the installed modules, and parts of them, that a function imports or uses, sorted.
+
+    Functions, classes and modules of the user's own are followed into what they use. Nothing is
+    imported, and no code of the user's runs.
+    """
+    installed: dict[str, bool] = {}
+    unread: list[Any] = [function]
+    read, found = set[int](), set[str]()
+    while unread:
+        one = _unwrapped(unread.pop())
+        if id(one) in read:
+            continue
+        read.add(id(one))
+        names = [home_of(one)]
+        if not _is_installed_module(names[0], installed):
+            unread += _used_by(one)
+            names = _imported_by(one) if isinstance(one, FunctionType) else []
+        found.update(name for name in names if _is_installed_module(name, installed))
+    return tuple(sorted(n for n in found if n.partition(".")[0] not in sys.stdlib_module_names))
+
+
+def _unwrapped(one: Any) -> Any:
+    while isinstance(one, partial | MethodType):
+        one = one.func if isinstance(one, partial) else one.__func__
+    return one
+
+
+def home_of(one: Any) -> str:
+    """Return the module that an object is, or is defined in, or whose class it has."""
+    if isinstance(one, ModuleType):
+        return str(vars(one).get("__name__", ""))
+    return str((one if isinstance(one, type | FunctionType) else type(one)).__module__)
+
+
+def _used_by(one: Any) -> list[Any]:
+    """Return what a function, class, module or object of the user's uses."""
+    if isinstance(one, type | ModuleType):
+        return list(vars(one).values())
+    if not isinstance(one, FunctionType):
+        return [type(one)]
+    names = {name for code in _codes(one.__code__) for name in code.co_names}
+    used = [one.__globals__[name] for name in names if name in one.__globals__]
+    for cell in one.__closure__ or ():
+        with contextlib.suppress(ValueError):  # It is still empty.
+            used.append(cell.cell_contents)
+    return used
+
+
+def _imported_by(function: FunctionType) -> list[str]:
+    """Return what the import statements in a function name: modules, and parts of modules."""
+    names: list[str] = []
+    for code in _codes(function.__code__):
+        constants: list[Any] = []
+        for step in dis.get_instructions(code):
+            if step.opname.startswith("LOAD_"):
+                constants.append(step.argval)
+            elif step.opname == "IMPORT_NAME":
+                level, parts = constants[-2:]
+                if not level:
+                    names += [step.argval, *(f"{step.argval}.{part}" for part in parts or ())]
+    return names
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code, and that of the functions in it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes(one)
+
+
+def _is_installed_module(name: str, known: dict[str, bool]) -> bool:
+    """Return whether a module is installed; `known` has the answers for first parts of names."""
+    first = name.partition(".")[0]
+    if first not in known:
+        known[first] = False
+        # Finders are other people's, and a look at imports must fail no run.
+        with contextlib.suppress(Exception):
+            places = places_of(first)
+            known[first] = places is not None and _is_installed(first, places)
+    return known[first]
 
 
 def places_of(name: str) -> list[Path] | None:

@@ -2,8 +2,8 @@
 
 Importing torch takes 3 s of a processor; a node whose workers are killed again and again would
 spend its time on that. The zygote has imported everything once, and forks when the agent asks, in
-some 20 ms. For the workers of a script it first forks a script zygote, which makes the script's
-imports and forks in its place.
+some 20 ms. For the workers of a job whose imports are known it first forks an import zygote, which
+makes these imports and forks in its place.
 
 Rule: it starts no thread and touches no accelerator, so that a fork of it behaves like a process
 started by itself. The agent is a child subreaper: it adopts what is forked here, which ends with
@@ -40,30 +40,32 @@ from elastic.worker.process.main import (
 )
 
 if TYPE_CHECKING:
-    from elastic.worker.process.script_zygote import ImportedScript
+    from elastic.worker.process.import_zygote import ImportPlan
 
 FORKED = struct.Struct("<qq")
 """An answer: the number that was asked for, and the pid, or minus the error's number."""
 ADOPTION_PAUSE_S = 0.0005
 REQUEST_BYTES_MAX = 192_000
-"""More than the agent sends of a script, and than the names of all modules that one imports."""
+"""More than the agent sends of imports, and than the names of all modules that one imports."""
 IMPORTS_S = 120.0
-"""A script's imports that take longer are left to its workers."""
-SCRIPT_ZYGOTES_MAX = 2
-"""Scripts whose imports are kept: those that run now, as a rule."""
+"""Imports that take longer are left to the workers."""
+IMPORT_ZYGOTES_MAX = 2
+"""Jobs whose imports are kept: those that run now, as a rule."""
 
 
 @dataclass
-class ScriptZygote:
-    """A fork that makes a script's imports and forks its workers; see `script_zygote`.
+class ImportZygote:
+    """A fork that makes a job's imports and forks its workers; see `import_zygote`.
 
     Attributes:
         sock: to it; None once it is gone, or of no use: its workers are forked here.
         gives_up_at: when its imports have taken too long; None once they are made.
         waiting: the ends that it was sent of workers that it has not forked yet, by number.
+        is_second: the first one imported a package that must be left to each worker.
     """
 
-    script: ImportedScript
+    plan: ImportPlan
+    is_second: bool = False
     sock: socket.socket | None = None
     pid: int = 0
     gives_up_at: float | None = None
@@ -83,14 +85,14 @@ class WorkerZygote:
     """Forks whenever the agent asks."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Begin without script zygotes.
+        """Begin without import zygotes.
 
         Args:
             sock: to the agent. A request is `agent.zygote.SpareRequest.text`, with a pipe's end and
                 an output as descriptors.
         """
         self._sock = sock
-        self._script_zygotes: dict[str, ScriptZygote] = {}
+        self._import_zygotes: dict[str, ImportZygote] = {}
 
     def serve(self) -> int:
         """Fork for ever; returns in the forked ones only.
@@ -103,18 +105,18 @@ class WorkerZygote:
                 pipe_fd = self._take_request() if sock is self._sock else self._receive(sock)
                 if pipe_fd is not None:
                     return pipe_fd
-            for script_zygote in list(self._script_zygotes.values()):
-                late = script_zygote.gives_up_at
+            for import_zygote in list(self._import_zygotes.values()):
+                late = import_zygote.gives_up_at
                 if late is not None and time.monotonic() >= late:
-                    pipe_fd = self._is_gone(script_zygote)
+                    pipe_fd = self._is_gone(import_zygote)
                     if pipe_fd is not None:
                         return pipe_fd
 
     def _wait(self) -> list[socket.socket]:
         """Return the peers with something to read, none if an import has taken too long."""
-        socks = [n.sock for n in self._script_zygotes.values() if n.sock is not None]
+        socks = [n.sock for n in self._import_zygotes.values() if n.sock is not None]
         moments = [
-            n.gives_up_at for n in self._script_zygotes.values() if n.gives_up_at is not None
+            n.gives_up_at for n in self._import_zygotes.values() if n.gives_up_at is not None
         ]
         timeout = max(0.0, min(moments) - time.monotonic()) if moments else None
         return select.select([self._sock, *socks], [], [], timeout)[0]
@@ -124,97 +126,98 @@ class WorkerZygote:
         request, descriptors, _, _ = socket.recv_fds(self._sock, REQUEST_BYTES_MAX, 2)
         if not request:
             os._exit(EXIT_AGENT_GONE)
-        number, job, script = request.decode().split(" ", 2)
+        number, imports = request.decode().split(" ", 1)
         pipe_fd, output_fd = descriptors
-        if not job:
+        plan = _read(imports) if imports else None
+        if plan is None or plan.is_done():
             return self._fork_here(int(number), pipe_fd, output_fd)
-        script_zygote = self._script_zygotes.get(job)
-        is_new = script_zygote is None
-        if script_zygote is None:
-            script_zygote = self._script_zygotes[job] = ScriptZygote(_read(script))
-        # Before a script zygote is forked, which would keep them open: then a worker's output, and
-        # the pipe of one that died, had no end as long as the script zygote runs.
-        script_zygote.waiting[int(number)] = pipe_fd, output_fd
+        is_new = imports not in self._import_zygotes
+        import_zygote = self._import_zygotes.setdefault(imports, ImportZygote(plan))
+        # Before an import zygote is forked, which would keep them open: then a worker's output, and
+        # the pipe of one that died, had no end as long as the import zygote runs.
+        import_zygote.waiting[int(number)] = pipe_fd, output_fd
         if is_new:
-            if (end := self._begin(script_zygote)) is not None:
+            if (end := self._begin(import_zygote)) is not None:
                 return end
-            for old in [*self._script_zygotes][:-SCRIPT_ZYGOTES_MAX]:
-                if not self._script_zygotes[old].waiting:
-                    self._script_zygotes.pop(old).end()
-        return self._pass_on(script_zygote, [int(number)])
+            for old in [*self._import_zygotes][:-IMPORT_ZYGOTES_MAX]:
+                if not self._import_zygotes[old].waiting:
+                    self._import_zygotes.pop(old).end()
+        return self._pass_on(import_zygote, [int(number)])
 
-    def _begin(self, script_zygote: ScriptZygote) -> int | None:
-        """Fork a script zygote; returns the end of a pipe in workers that it forks."""
+    def _begin(self, import_zygote: ImportZygote) -> int | None:
+        """Fork an import zygote; returns the end of a pipe in workers that it forks."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        script_zygote.pid = os.fork()
-        if script_zygote.pid == 0:
+        import_zygote.pid = os.fork()
+        if import_zygote.pid == 0:
             die_with_parent()
-            name_process("elastic-scripts")
+            name_process("elastic-imports")
             ours.close()
             self._close_in_fork()
-            from elastic.worker.process.script_zygote import run
+            from elastic.worker.process.import_zygote import run
 
-            run(script_zygote.script, theirs)
+            run(import_zygote.plan, theirs)
             theirs.send(FORKED.pack(0, 0))
-            self._sock, self._script_zygotes = theirs, {}
+            self._sock, self._import_zygotes = theirs, {}
             return self.serve()
         theirs.close()
-        script_zygote.sock = ours
-        script_zygote.gives_up_at = time.monotonic() + IMPORTS_S
+        import_zygote.sock = ours
+        import_zygote.gives_up_at = time.monotonic() + IMPORTS_S
         return None
 
-    def _pass_on(self, script_zygote: ScriptZygote, numbers: Iterable[int]) -> int | None:
-        """Have a script zygote fork workers; or do it here, if there is none."""
+    def _pass_on(self, import_zygote: ImportZygote, numbers: Iterable[int]) -> int | None:
+        """Have an import zygote fork workers; or do it here, if there is none."""
         for number in numbers:
-            if script_zygote.sock is not None:
+            if import_zygote.sock is not None:
                 with contextlib.suppress(OSError):  # Its end is noticed shortly.
-                    descriptors = script_zygote.waiting[number]
-                    socket.send_fds(script_zygote.sock, [f"{number}  ".encode()], descriptors)
+                    descriptors = import_zygote.waiting[number]
+                    socket.send_fds(import_zygote.sock, [f"{number} ".encode()], descriptors)
             else:
-                pipe_fd = self._fork_here(number, *script_zygote.waiting.pop(number))
+                pipe_fd = self._fork_here(number, *import_zygote.waiting.pop(number))
                 if pipe_fd is not None:
                     return pipe_fd
         return None
 
     def _receive(self, sock: socket.socket) -> int | None:
-        """Take a script zygote's message: imports are made, a worker is forked, or it failed."""
-        (script_zygote,) = [one for one in self._script_zygotes.values() if one.sock is sock]
+        """Take an import zygote's message: imports are made, a worker is forked, or it failed."""
+        (import_zygote,) = [one for one in self._import_zygotes.values() if one.sock is sock]
         try:
             answer = sock.recv(REQUEST_BYTES_MAX)
         except OSError:
             answer = b""
         if len(answer) == FORKED.size:
-            script_zygote.gives_up_at = None
+            import_zygote.gives_up_at = None
             number, _ = FORKED.unpack(answer)
             if number:
-                for fd in script_zygote.waiting.pop(number):
+                for fd in import_zygote.waiting.pop(number):
                     os.close(fd)
                 self._sock.send(answer)
             return None
         modules = tuple(json.loads(answer)) if answer else ()
-        if not modules or script_zygote.script.modules:
-            return self._is_gone(script_zygote)
-        script_zygote.end()
-        script_zygote.script = replace(script_zygote.script, modules=modules)
-        if (pipe_fd := self._begin(script_zygote)) is not None:
+        if not modules or import_zygote.is_second:
+            return self._is_gone(import_zygote)
+        import_zygote.end()
+        import_zygote.plan = replace(import_zygote.plan, modules=modules)
+        import_zygote.is_second = True
+        if (pipe_fd := self._begin(import_zygote)) is not None:
             return pipe_fd
-        return self._pass_on(script_zygote, list(script_zygote.waiting))
+        return self._pass_on(import_zygote, list(import_zygote.waiting))
 
-    def _is_gone(self, script_zygote: ScriptZygote) -> int | None:
-        print(
-            f"the imports of {script_zygote.script.path} are left to its workers", file=sys.stderr
-        )
-        script_zygote.end()
-        script_zygote.gives_up_at = None
-        return self._pass_on(script_zygote, list(script_zygote.waiting))
+    def _is_gone(self, import_zygote: ImportZygote) -> int | None:
+        plan = import_zygote.plan
+        packages = sorted({name.partition(".")[0] for name in plan.modules})
+        what = plan.path or ", ".join(packages)
+        print(f"the imports of {what} are left to the workers", file=sys.stderr)
+        import_zygote.end()
+        import_zygote.gives_up_at = None
+        return self._pass_on(import_zygote, list(import_zygote.waiting))
 
     def _close_in_fork(self) -> None:
         """Close in a fork that is no zygote all sockets of ours, and what we hold for others."""
         self._sock.close()
-        for script_zygote in self._script_zygotes.values():
-            if script_zygote.sock is not None:
-                script_zygote.sock.close()
-            for descriptors in script_zygote.waiting.values():
+        for import_zygote in self._import_zygotes.values():
+            if import_zygote.sock is not None:
+                import_zygote.sock.close()
+            for descriptors in import_zygote.waiting.values():
                 for fd in descriptors:
                     os.close(fd)
 
@@ -240,10 +243,10 @@ class WorkerZygote:
         return None
 
 
-def _read(script: str) -> ImportedScript:
-    from elastic.worker.process.script_zygote import ImportedScript
+def _read(imports: str) -> ImportPlan:
+    from elastic.worker.process.import_zygote import ImportPlan
 
-    return ImportedScript.read(script)
+    return ImportPlan.read(imports)
 
 
 def _fork(writing: int) -> int:

@@ -377,7 +377,7 @@ class Assignment(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_fingerprints: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ..., saved: _Optional[str] = ..., holders: _Optional[int] = ..., copied: _Optional[_Union[HeldCopy, _Mapping]] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env")
+    __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env", "imports")
     KIND_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     ARGS_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +385,7 @@ class Entry(_message.Message):
     WORKING_DIR_FIELD_NUMBER: _ClassVar[int]
     PYTHON_PATH_FIELD_NUMBER: _ClassVar[int]
     ENV_FIELD_NUMBER: _ClassVar[int]
+    IMPORTS_FIELD_NUMBER: _ClassVar[int]
     kind: EntryKind
     target: str
     args: _containers.RepeatedScalarFieldContainer[str]
@@ -392,7 +393,8 @@ class Entry(_message.Message):
     working_dir: str
     python_path: _containers.RepeatedScalarFieldContainer[str]
     env: _containers.RepeatedCompositeFieldContainer[Pair]
-    def __init__(self, kind: _Optional[_Union[EntryKind, str]] = ..., target: _Optional[str] = ..., args: _Optional[_Iterable[str]] = ..., payload: _Optional[bytes] = ..., working_dir: _Optional[str] = ..., python_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ...) -> None: ...
+    imports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[_Union[EntryKind, str]] = ..., target: _Optional[str] = ..., args: _Optional[_Iterable[str]] = ..., payload: _Optional[bytes] = ..., working_dir: _Optional[str] = ..., python_path: _Optional[_Iterable[str]] = ..., env: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., imports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CheckpointRecord(_message.Message):
     __slots__ = ("path", "generation", "index", "metrics", "status", "request", "kind")
