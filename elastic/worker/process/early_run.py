@@ -12,15 +12,29 @@ Rule: what user code sees of its place is never made up; it waits instead.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch.distributed import distributed_c10d
 
 from elastic.worker.group.c10d import holders_of, parts
 from elastic.worker.process.environment import PLACE
+
+PRINTS_BY_RANK = frozenset(
+    {
+        "lightning.fabric.utilities.rank_zero",
+        "lightning_fabric.utilities.rank_zero",
+        "torchmetrics.utilities.prints",
+    }
+)
+"""Modules that ask, most of them while they are imported, which process is to print. To them a
+process without a place has none, as one that no launcher started; the strategy gives it later."""
+READERS = frozenset({"os", "collections.abc"})
+"""Modules between the code that reads `os.environ` and its methods."""
 
 _join: Callable[[], Any] | None = None
 
@@ -30,13 +44,25 @@ class _Environ(os._Environ):  # type: ignore[type-arg]
 
     def __getitem__(self, key: str) -> str:
         if key in PLACE:
+            if asks_to_print():
+                raise KeyError(key)
             _join_first()
         return str(os._Environ.__getitem__(self, key))
 
     def __contains__(self, key: object) -> bool:
         if key in PLACE:
+            if asks_to_print():
+                return False
             _join_first()
         return os._Environ.__contains__(self, key)
+
+
+def asks_to_print() -> bool:
+    """Return whether one of `PRINTS_BY_RANK` reads `os.environ`, whose method calls this."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in READERS:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") in PRINTS_BY_RANK
 
 
 def _join_first() -> None:

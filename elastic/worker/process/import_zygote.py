@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from elastic.worker.process.early_run import asks_to_print
 from elastic.worker.process.environment import PLACE
 from elastic.worker.process.importing import (
     home_of,
@@ -73,11 +74,13 @@ class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
     """`os.environ` of a process that has no place yet."""
 
     def __getitem__(self, key: str) -> str:
-        _note(key)
+        if not asks_to_print():
+            _note(key)
         return str(super().__getitem__(key))
 
     def __contains__(self, key: object) -> bool:
-        _note(key)
+        if not asks_to_print():
+            _note(key)
         return super().__contains__(key)
 
 
