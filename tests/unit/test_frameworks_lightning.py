@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.fabric.utilities import rank_zero
+from lightning.pytorch import Callback, Trainer, callbacks, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
+from torchmetrics.utilities import prints
 
 from elastic.errors import UsageError
 from elastic.train import CheckpointUploadMode
@@ -26,6 +29,8 @@ from elastic.train.lightning import (
 from elastic.train.lightning import strategy as of_strategy
 from elastic.train.lightning.files import _Rows
 from elastic.worker.engine.train_call import current
+from elastic.worker.process.early_run import PRINTS_BY_RANK, joining_on_demand
+from elastic.worker.process.environment import PLACE
 from tests.unit.engine_under_test import inside_a_run, inside_again
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of Lightning: its own.
@@ -340,3 +345,22 @@ def test_rows_of_steps_done_again_and_a_torn_row_are_left_out(tmp_path: Path) ->
     rows.save()
     lines = path.read_text().splitlines()
     assert lines == ["epoch,loss,other,step", "0,1.5,,0", "0,1.25,,1", ",0.5,,96", ",1.0,2.0,2"]
+
+
+def test_a_worker_that_joins_imports_and_seeds_lightning_while_the_others_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def join() -> None:
+        raise AssertionError("it has asked for its place")
+
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # Put back what is set here.
+    with joining_on_demand(join):
+        for module in (rank_zero, prints):
+            assert module.__name__ in PRINTS_BY_RANK
+            source = Path(module.__file__).read_text()
+            exec(compile(source, module.__file__, "exec"), {"__name__": module.__name__})
+        seed_everything(1)
+        with pytest.raises(AssertionError, match="asked for its place"):
+            os.environ.get("LOCAL_RANK")
