@@ -218,10 +218,10 @@ def test_a_group_that_lost_a_member_is_replaced_at_once(
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [
-        ("a1:train/1s b1:train/1s", "suspend lost: a1 b1"),
-        ("a1:train/1s b1:broken/1s d1:ready/0", "suspend lost: a1 b1 d1"),
+        ("a1:train/1s b1:train/1s", "restart lost: a1 b1"),
+        ("a1:train/1s b1:broken/1s d1:ready/0", "restart lost: a1 b1 d1"),
         # One is still in its script's first lines, the other in a loop that goes on.
-        ("a1:train/1s b1:train/1", "suspend lost: a1 b1"),
+        ("a1:train/1s b1:train/1", "restart lost: a1 b1"),
         # Who was only forming the group has begun nothing.
         ("a1:form/1 b1:form/1", "form lost: a1 b1"),
     ],
@@ -245,7 +245,7 @@ def test_members_that_are_replaced_wait_for_each_other_for_a_while() -> None:
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [
-        ("a1:train/1s b1:train/1s c1:ready/0", "suspend join: a1 b1 c1"),
+        ("a1:train/1s b1:train/1s c1:ready/0", "restart join: a1 b1 c1"),
         # Another one is about to be ready as well.
         ("a1:train/1s b1:train/1s c1:ready/0 d1:start/0", "ask join"),
         ("a1:train/1s b1:done/1s c1:ready/0", "ask join"),

@@ -182,10 +182,7 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     plan = decision.value
     if plan.dumps_stacks:
         timeouts.show_all(cluster, job, decision.reason)
-    is_ended = plan.act is GroupAction.FORM or (
-        plan.act is GroupAction.SUSPEND and bool(plan.members)
-    )
-    if plan.cause == "broken" and is_ended:
+    if plan.cause == "broken" and plan.act in (GroupAction.FORM, GroupAction.RESTART):
         if early_leave.has_left(job):
             verdict = early_leave.judge(cluster, job)
             wake(job, verdict.wake_ns)
@@ -209,11 +206,11 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
         request_leave(cluster, job, plan, decision.reason)
         _holds(job, decision.reason)
         return False
-    if plan.act is GroupAction.SUSPEND:
+    if plan.act in (GroupAction.SUSPEND, GroupAction.RESTART):
         if leaving.exhausts_budget(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
-        _suspend(cluster, job, plan, decision.reason)
+        _end_group(cluster, job, plan, decision.reason)
         return True
     if plan.act is GroupAction.WAIT:
         job.waits_for = decision.reason
@@ -326,10 +323,10 @@ def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason:
     )
 
 
-def _suspend(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
+def _end_group(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
     """Order the members to leave at once; they keep their state and wait, or are replaced."""
     job.newest.move(GroupPhase.NONE)
-    job.newest.anew_ns = cluster.now_ns if plan.members else None
+    job.newest.anew_ns = cluster.now_ns if plan.act is GroupAction.RESTART else None
     cluster.queue.is_outdated = True
     job.newest.announced_ns = cluster.now_ns
     job.reason = reason

@@ -48,8 +48,10 @@ class GroupAction(Enum):
     ASK = "ask"
     """Ask all members to leave at their next boundary."""
     SUSPEND = "suspend"
-    """Members leave now: either too few are left, which wait with their state, or their processes
-    are spent, and `members` or their replacements will be in the next group."""
+    """Members leave now, because too few are left: they wait with their state."""
+    RESTART = "restart"
+    """Members leave now, because processes are spent: `members`, or the processes that replace
+    them, form the next group."""
 
 
 @dataclass(frozen=True)
@@ -415,7 +417,7 @@ def _replace_by(
         )
     if cause == "join" and len(members) < len(current.members):
         cause = "drain"
-    act = GroupAction.SUSPEND if any(by_id[w].spent for w in members) else GroupAction.FORM
+    act = GroupAction.RESTART if any(by_id[w].spent for w in members) else GroupAction.FORM
     return Decision(GroupPlan(act, members, cause), why)
 
 
