@@ -447,7 +447,7 @@ def _replace_out(
             return Decision(
                 GroupPlan(GroupAction.FORM, again, "drain"), "all that have the state are to leave"
             )
-    return _replace(spec, current, by_id, "join", "members left at a boundary")
+    return _replace(spec, current, by_id, "join", "the group ended at a step boundary")
 
 
 def _choose_with_state(
