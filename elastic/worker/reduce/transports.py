@@ -24,31 +24,39 @@ Message = tuple[int, int, Sequence[torch.Tensor]]
 class Transport(Protocol):
     """Point-to-point messages, and the waits for them: what a `TreeExchange` sends its sums by.
 
-    Tags, shapes and shared memory it has from the group's `MemberLinks`.
+    Another one is a class with these methods and a line in `transport_of`, which alone chooses:
+    tags, plans and shared memory are the exchange's.
 
-    Each bucket has one of its own, of one group, chosen by `transport_of`; only the main thread
-    calls it. What it shares with those of other buckets, it keeps by the group.
+    Each bucket has one of its own, of one group; only the main thread calls it. What it shares with
+    those of other buckets, it keeps by the group. All members make theirs in the same order, and
+    send nothing meanwhile.
+
+    Connections: members have met before, and may use those of `MemberLinks`. Others are opened
+    where those are (`MemberLinks.join`), by addresses that each member sends with its
+    `MemberEntry`, and registered with `worker.group.connections`, which says what they owe.
 
     Errors: where a member is gone, its methods raise `GroupBroken`, or what torch's own collectives
     raise; any other exception counts as the user's error and fails the job.
 
-    Aborts: a wait ends so, too, once another thread aborts the group. torch's groups are aborted by
-    `ProcessGroups`; other connections are registered with `worker.group.connections`.
+    Aborts: a wait ends so, too, once another thread aborts the group: torch's are aborted by
+    `ProcessGroups`, registered connections are cut.
 
     It carries sums of gradients and of modules' buffers, and nothing else. The rows of a step go
     over `MemberLinks`, unless `carries_rows` and the bucket is small. Over torch's groups go the
-    state for members that lack it, the gradients of sharded models, those of devices with
-    consistency="samples", and whatever the script sends.
+    state for members that lack it, the gradients of sharded models, and whatever the script sends.
 
     Attributes:
         has_tags: tags match messages; otherwise their order does, so that all ranks must begin
             exchanges in the same order.
         carries_rows: a message may begin with a tensor of float64 on the CPU, whatever the bucket's
             type and device are.
+        has_all_reduce: torch sums such tensors faster, in an order of its own. It does so with
+            consistency="samples", and nothing of these buckets is sent here.
     """
 
     has_tags: bool
     carries_rows: bool
+    has_all_reduce: bool
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
         """Set where messages go; from then on there is room for them.
@@ -87,6 +95,7 @@ class SocketTransport:
 
     has_tags = True
     carries_rows = True
+    has_all_reduce = False
 
     def __init__(self, links: MemberLinks) -> None:
         sockets = self._sockets = links.sockets
@@ -121,6 +130,7 @@ class GroupTransport:
 
     has_tags = False
     carries_rows = False
+    has_all_reduce = True
 
     def __init__(self, group: Any, begin: BeginMessages = dist.batch_isend_irecv) -> None:
         self._group, self._begin = group, begin
@@ -164,11 +174,16 @@ class GroupTransport:
         """Do nothing more: the ranks waited for have been sent to as well."""
 
 
-def transport_of(group: Any, device: torch.device) -> Transport:
-    """Return what carries tensors of this device between members that have connected."""
+def transport_of(group: Any, device: torch.device) -> Transport | None:
+    """Return what carries tensors of this device between the members of a group.
+
+    None if nothing does: their exchange copies them to memory of the host, and that has one.
+    """
     accelerator = accelerator_of(device)
-    begin = accelerator.messages(group) if accelerator is not None else None
-    return SocketTransport(links_of(group)) if begin is None else GroupTransport(group, begin)
+    if accelerator is None:
+        return SocketTransport(links_of(group))
+    begin = accelerator.messages(group)
+    return GroupTransport(group, begin) if begin is not None else None
 
 
 _due_of: WeakKeyDictionary[Any, deque[Callable[[], None]]] = WeakKeyDictionary()

@@ -31,7 +31,7 @@ from elastic.core.policy.exchange_plan import (
     whole_plan,
 )
 from elastic.core.policy.microbatch import Span, additions_over, all_parts
-from elastic.worker.group.accelerators import accelerator_of, record, wait_done
+from elastic.worker.group.accelerators import record, wait_done
 from elastic.worker.group.member_links import FEW, links_of
 from elastic.worker.group.shared_memory import OwnMemory, PeerMemory
 from elastic.worker.reduce.step_metadata import ROW, Row, fill_row
@@ -224,6 +224,7 @@ class TreeExchange:
         partition: MicroBatchPartition,
         like: torch.Tensor,
         group: Any,
+        transport: Transport | None,
         *,
         is_bitwise: bool = True,
         memory: OwnMemory | None = None,
@@ -234,6 +235,7 @@ class TreeExchange:
             partition: who holds what.
             like: a flat tensor of the bucket's size, type and device.
             group: the process group; None for a group of one.
+            transport: carries such tensors in it; None for a group of one.
             is_bitwise: False to add what is ours first, whatever the tree is: fewer bytes.
             memory: all that is given to `start` is in it; None if others cannot read it in place.
         """
@@ -246,18 +248,17 @@ class TreeExchange:
             )
         self._partition = partition
         self._plan = ExchangePlan((), (), 0, like.numel())
-        self._transport: Transport | None = None
+        self._transport = transport
         self._rows: _RidingRows | None = None
         self._node: _NodeSlices | None = None
         # Where the slice is added up that is handed round, and its first element.
         self._land = self.total, 0
         tag = 0
-        if group is not None:
+        if transport is not None:
             links = links_of(group)
             tag = links.next_tag()
             self._plan = _plan_of(partition, like, links.shape)
-            self._transport = transport_of(group, like.device)
-            if self._transport.carries_rows and not self._plan.gather:
+            if transport.carries_rows and not self._plan.gather:
                 self._rows = _RidingRows(partition.rank)
             # A rank without a slice would not receive the others' places.
             has_slices = like.numel() >= partition.world_size
@@ -544,7 +545,9 @@ class StagedExchange:
     ) -> None:
         self.total = torch.empty_like(like)
         host = torch.empty(like.shape, dtype=like.dtype)
-        self._exchange = TreeExchange(partition, host, group, is_bitwise=is_bitwise)
+        self._exchange = TreeExchange(
+            partition, host, group, transport_of(group, host.device), is_bitwise=is_bitwise
+        )
         self._host = {part: torch.empty_like(host, pin_memory=True) for part in partition.mine}
         self.carries_rows, self.has_tags = self._exchange.carries_rows, True
 
@@ -574,7 +577,7 @@ class StagedExchange:
 
 
 class SumExchange:
-    """The same by an all-reduce of NCCL's, whose order of addition depends on the group.
+    """The same by an all-reduce of torch's, whose order of addition depends on the group.
 
     Attributes:
         total: the scaled sum, once `finish` has returned.
@@ -640,9 +643,9 @@ def make_exchange(
         is_bitwise: add in the order of the tree.
         memory: what is exchanged is in it; None if others cannot read it in place.
     """
-    accelerator = accelerator_of(like.device)
-    if accelerator is None or group is None:
-        return TreeExchange(partition, like, group, is_bitwise=is_bitwise, memory=memory)
-    if accelerator.messages(group) is None:
+    transport = transport_of(group, like.device) if group is not None else None
+    if transport is None and group is not None:
         return StagedExchange(partition, like, group, is_bitwise=is_bitwise)
-    return (TreeExchange if is_bitwise else SumExchange)(partition, like, group)
+    if transport is not None and transport.has_all_reduce and not is_bitwise:
+        return SumExchange(partition, like, group)
+    return TreeExchange(partition, like, group, transport, is_bitwise=is_bitwise, memory=memory)
