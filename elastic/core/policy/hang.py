@@ -5,6 +5,16 @@ progress, however slow, is never hung; if none is without progress, or one is si
 judged hung (probes deal with silence). If all wait for each other and none makes progress, a
 message was lost: a link is cut, or they are in different collectives. The group is formed again.
 
+Limit: `JobSpec.hang_timeout_s` (30 s unless the user sets another one, 0 for never) from when all
+others wait. More in a process that has not committed a step, or that has paused for longer before
+and moved on (`MainThreadState.limit_ns`); twice as long where all wait.
+
+A worker reports on its own main thread (`core.machine.worker_pulse`). The coordinator asks `judge`
+ten times a second while a member waits, requests the stacks of all members, and kills those that
+hang 0.3 s later (`core.machine.suspicion`). What shows in the process alone is for its agent: one
+that is stopped, or whose control thread does not answer (`core.machine.agent_processes`,
+`ProcessBook._limits`).
+
 Not all waiting is visible: a rank that waits in a collective of the script's own may look hung. In
 a group with subgroups (shards and their replicas) the collectives begun in each show which member
 waits for which, and the end of such a chain is judged hung. In a cycle all that make no progress
