@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from elastic.core.config import NS_PER_S
 from elastic.core.messages import Progress
-from elastic.core.telemetry import CHECKPOINT_STALL, DATA_WAIT, USER, Goodput
+from elastic.core.telemetry import CHECKPOINT_STALL, DATA_WAIT, USER, Goodput, Telemetry
 from elastic.core.world import WorkerId
-from elastic.worker.base.timing import COMPUTE, SILENCE_NS, Timing, TimingSample
+from elastic.worker.base.timing import COMPUTE, SILENCE_NS, Timing
 
 
 class HandClock:
@@ -51,7 +51,7 @@ class Loop:
         self.exchange(wait)
         self.timing.exchanged([float(one) for one in busy], 64, 0)
         self.take(commit)
-        self.timing.note_step(lambda: TimingSample(epoch=1, step=2, logged="{}"))
+        self.timing.note_step(lambda: Telemetry(epoch=1, step=2, logged="{}"))
 
     def exchange(self, ns: int) -> None:
         before = self.timing.begin_wait()

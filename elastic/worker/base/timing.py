@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.core.config import NS_PER_S
 from elastic.core.messages import Progress
@@ -43,23 +43,6 @@ NOTICED = 0.05
 """A rank is named as the one that others wait for when that takes such a part of the time."""
 
 
-@dataclass(frozen=True)
-class TimingSample:
-    """What the training loop knows of itself, asked for when something is reported.
-
-    Attributes:
-        bytes_sent: gradients sent in this group so far.
-        epoch, step, num_epochs, num_steps, logged: as in `Telemetry`.
-    """
-
-    bytes_sent: int = 0
-    epoch: int = 0
-    step: int = 0
-    num_epochs: int = 0
-    num_steps: int = 0
-    logged: str = ""
-
-
 @dataclass
 class _Window:
     """What was measured since the last message; a number that workers report is one here.
@@ -82,19 +65,18 @@ class _Window:
     tokens: int = 0
     waited_for: dict[int, int] = field(default_factory=dict)
 
-    def telemetry(
-        self, seen: TimingSample, now_ns: int, data_ns: int, bytes_before: int
-    ) -> Telemetry:
+    def telemetry(self, seen: Telemetry, now_ns: int, data_ns: int, bytes_before: int) -> Telemetry:
         """Return it as it is sent.
 
         Args:
-            seen: what the loop knows.
+            seen: what the loop knows, see `Timing.note_step`.
             now_ns: the end of the window.
             data_ns: time that was spent waiting for data until now.
             bytes_before: that were sent before the window.
         """
         wall_ns = now_ns - self.began_ns if self.began_ns else 0
-        return Telemetry(
+        return replace(
+            seen,
             steps=self.steps if wall_ns else 0,
             wall_ns=wall_ns,
             data_wait_ns=data_ns - self.data_before_ns,
@@ -106,11 +88,6 @@ class _Window:
             samples=self.samples,
             tokens=self.tokens,
             straggler=self._straggler(wall_ns),
-            epoch=seen.epoch,
-            step=seen.step,
-            num_epochs=seen.num_epochs,
-            num_steps=seen.num_steps,
-            logged=seen.logged,
         )
 
     def _straggler(self, wall_ns: int) -> int:
@@ -267,8 +244,13 @@ class Timing:
             by_ns = int(most - sum(known) / len(known))
             window.waited_for[rank] = window.waited_for.get(rank, 0) + by_ns
 
-    def note_step(self, sample: Callable[[], TimingSample] = TimingSample) -> None:
-        """Count a step that is over and counts; the first is sent at once, with the time of day."""
+    def note_step(self, seen: Callable[[], Telemetry] = Telemetry) -> None:
+        """Count a step that is over and counts; the first is sent at once, with the time of day.
+
+        Args:
+            seen: called if telemetry is sent now; returns what the loop knows: its position, what
+                it has logged, and as `bytes_sent` those of this group so far.
+        """
         group = self._group
         group.steps += 1
         self._has_trained = True
@@ -280,7 +262,7 @@ class Timing:
             group.first_unix_ns = self._clock.unix_ns()
         elif now_ns < group.reported_ns + INTERVAL_NS:
             return
-        self._report(sample(), now_ns)
+        self._report(seen(), now_ns)
 
     def _fold(self) -> None:
         """What was computed since the last step counts."""
@@ -315,7 +297,7 @@ class Timing:
         """Return where the time went so far; whole once the clock is stopped."""
         return Goodput(*self._spent[: len(CATEGORIES)])
 
-    def _report(self, seen: TimingSample, now_ns: int) -> None:
+    def _report(self, seen: Telemetry, now_ns: int) -> None:
         """Send what the window has come to, and begin the next."""
         group, data_ns = self._group, self._spent[DATA_WAIT]
         group.last = self._window.telemetry(seen, now_ns, data_ns, group.bytes_sent)

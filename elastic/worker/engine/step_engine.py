@@ -74,11 +74,12 @@ from elastic.core.telemetry import (
     REFORM,
     RESTORE,
     USER,
+    Telemetry,
 )
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.spans import span
-from elastic.worker.base.timing import COMPUTE, TimingSample
+from elastic.worker.base.timing import COMPUTE
 from elastic.worker.checkpoint.delivery import NO_PART
 from elastic.worker.data.randomness import seed_everything
 from elastic.worker.data.seeding import seed_step
@@ -697,14 +698,14 @@ class StepEngine:
 
     def _note_step(self) -> None:
         if self._group.noted != self.cursor:
-            self.context.timing.note_step(self._timing_sample)
+            self.context.timing.note_step(self._telemetry)
         self.context.activity.has_stepped = True
 
-    def _timing_sample(self) -> TimingSample:
-        """Return what is reported of this loop about once a second."""
+    def _telemetry(self) -> Telemetry:
+        """Return what we know of our steps; the rest of it is measured by `Timing`."""
         epoch, step = self.cursor.epoch, self.cursor.step
         loader, rank = self.run.loader, self.context.world_rank
-        return TimingSample(
+        return Telemetry(
             bytes_sent=self._the_reducer().bytes_sent,
             epoch=epoch,
             step=step,
@@ -861,7 +862,7 @@ class StepEngine:
         if not self.context.timing.steps:
             # Reported at once: from now on this group's members have the newest state.
             self._group.noted = self.cursor
-            self.context.timing.note_step(self._timing_sample)
+            self.context.timing.note_step(self._telemetry)
 
     def _ranks_differ(self) -> bool:
         """Return whether the rows of a step show that ranks differ; then it is void."""
