@@ -8,7 +8,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import PassPosition, RunPosition
 from elastic.errors import UsageError
 from elastic.worker.engine.engine_parts import EpochLoop, PassPhase
-from elastic.worker.engine.group_sync import MemberInfo, check_alike
+from elastic.worker.engine.state_recovery import MemberInfo, check_alike
 from elastic.worker.group.member_links import MemberEntry
 
 

@@ -4,8 +4,8 @@ What is where:
 
     a step        step_engine and its engine_parts, run_state, whole_step, prepared_optimizers,
                   step_values, logbook
-    a new group   group_sync (what members exchange), state_recovery (who gets the state),
-                  recovery_modes, resume_point; bystander (a process without steps)
+    a new group   state_recovery (how members meet, and who gets the state), group_sync (what else
+                  they exchange), recovery_modes, resume_point; bystander (a process without steps)
     checkpoints   checkpoint_schedule, state_restore, peer_copies; of a sharded model
                   sharded_choice, sharded_restore
     errors        usage_errors, divergence (ranks differ), still_weights (that change too often),

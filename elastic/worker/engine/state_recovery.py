@@ -1,24 +1,61 @@
 """How a member of a new group comes to the state of the run: from others, from memory, or storage.
 
+All members send each other one table: who they are, how far they have come, what they lack. Nobody
+decides: each computes the same from it (`core.policy.recovery`), and sends its state to those that
+it is to (`worker.state.transfer`), or receives one.
+
 Rule: state is what a member holds that has trained. Only where none has, or a later group has saved
-a newer one, is a snapshot or a checkpoint read, and only where there is none does the run begin.
+a newer one, is a snapshot or a checkpoint read, and only where there is none does the run begin. If
+some cannot train together, all raise the same error, and none waits for one that has given up.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import PassPosition
-from elastic.errors import StorageError
+import torch
+import torch.distributed as dist
+
+from elastic.core.policy.cursor import Cursor, derive
+from elastic.core.policy.recovery import (
+    CodePlace,
+    PassPosition,
+    RunPosition,
+    SavedPosition,
+    is_outdated,
+    next_code_places,
+    plan_transfers,
+)
+from elastic.core.policy.streams import Data, StreamPlan
+from elastic.errors import StorageError, UsageError
+from elastic.worker.base.spans import span
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
-from elastic.worker.engine.group_sync import SyncResult, synchronize
+from elastic.worker.engine.group_sync import share_all
 from elastic.worker.engine.run_state import RunState
 from elastic.worker.group.c10d import default_group
+from elastic.worker.group.member_links import MemberEntry, join_links, open_links
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce.reducer import OptimizerUnit
 from elastic.worker.state.train_state import State
+from elastic.worker.state.transfer import transfer
+
+
+@dataclass(frozen=True)
+class RecoveryResult:
+    """Where the members of a group stand once they have met.
+
+    Attributes:
+        cursors: of each member, by rank.
+        code_places: where each member will run code of its own again, by rank.
+        num_bytes: of state that we sent or received.
+    """
+
+    cursors: tuple[Cursor, ...]
+    code_places: tuple[CodePlace, ...]
+    num_bytes: int
 
 
 def catch_up(
@@ -29,8 +66,8 @@ def catch_up(
     reach: PeerAddress,
     *,
     put: Callable[[State], None],
-) -> SyncResult:
-    """Find out who is how far, and give everyone the same state.
+) -> RecoveryResult:
+    """Find out who is how far, connect directly, and give everyone the same state.
 
     Args:
         run: what we have of it.
@@ -42,44 +79,166 @@ def catch_up(
 
     Raises:
         RuntimeError: the group broke.
-        UsageError: members cannot train together.
+        UsageError: members cannot train together; all of them raise it.
         StorageError: there are checkpoints, and none can be read.
     """
     group = default_group()
 
-    def sync(begins: bool) -> SyncResult:
+    def meet(*, begins: bool) -> tuple[list[MemberInfo], bytes]:
+        """Return everyone's entry of the table, by rank, and what we know of streams of data."""
         where = in_pass(run.cursor)  # A state that was read may be of another step.
-        here = run.position(where, checkpoints.newest_saved(), checkpoints.held())
+        position = run.position(where, checkpoints.newest_saved(), checkpoints.held())
         if begins and checkpoints.is_sharded:
             # Of these none could send the beginning: each has made its own rows.
-            here = replace(here, has_state=True)
-        return synchronize(
-            group,
-            here,
-            units,
-            run.data,
-            checkpoints.take,
-            reach,
-            begins=begins,
-            shared=run.streams.sent(run.cursor),
-            memory=checkpoints.memory(),
+            position = replace(position, has_state=True)
+        shared = run.streams.sent(run.cursor)
+        mine = MemberInfo(
+            position,
+            _model_print(units),
+            _data_print(run.data),
+            torch.get_num_threads(),
+            open_links(group, reach).entry if group.size() > 1 else MemberEntry(),
+            len(shared),
+            checkpoints.memory(),
         )
+        members = report_all(group, mine)
+        check_alike(members)
+        if group.size() > 1:
+            join_links(group, [one.entry for one in members])
+        return members, shared
 
-    synced = sync(False)
-    checkpoints.agree_on_memory(synced.memories)
-    if synced.nobody_has_state or synced.is_outdated:
+    members, shared = meet(begins=False)
+    checkpoints.agree_on_memory([one.memory for one in members])
+    positions = [one.position for one in members]
+    nobody_has_state = not any(one.has_state for one in positions)
+    if nobody_has_state or is_outdated(positions):
         try:
             saved = checkpoints.restore(group)
         except StorageError:
-            if synced.nobody_has_state:
+            if nobody_has_state:
                 raise
             saved = None  # All raise it alike: the newest that some have will do.
         if saved is not None:
             put(saved)
-        synced = sync(True)
-    run.streams.receive(synced.shared)
-    if synced.state is not None:
-        put(synced.state)
-    if min(synced.cursors) < max(synced.cursors):  # The same on all members.
+        members, shared = meet(begins=True)
+        positions = [one.position for one in members]
+    plan = plan_transfers(positions).value
+    with span("transfer"):
+        state, num_bytes = transfer(group, plan, checkpoints.take)
+    sender = plan.sender_to(group.rank())
+    if sender is not None and members[sender].threads != torch.get_num_threads():
+        torch.set_num_threads(members[sender].threads)
+    run.streams.receive(share_all(group, shared, [one.num_shared for one in members]))
+    if state is not None:
+        put(state)
+    if min(plan.cursors) < max(plan.cursors):  # The same on all members.
         checkpoints.agree_on_number(group)
-    return synced
+    return RecoveryResult(plan.cursors, next_code_places(positions, plan), num_bytes)
+
+
+@dataclass(frozen=True)
+class MemberInfo:
+    """What a member reports of itself when a group meets.
+
+    Attributes:
+        model: fingerprint of what it prepared, 0 <= it < 2**63.
+        data: fingerprint of its data and batch, 0 if it does not know them yet.
+        threads: CPU threads of one operation; their number can change the last bit of a sum.
+        num_shared: bytes of what it knows of streams of data.
+        memory: which memory of its node it has for snapshots, 0 for none.
+    """
+
+    position: RunPosition
+    model: int
+    data: int
+    threads: int
+    entry: MemberEntry
+    num_shared: int = 0
+    memory: int = 0
+
+
+def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
+    """Exchange what everyone reports of itself; returns it by rank.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
+    if group.size() == 1:
+        return [mine]
+    position = mine.position
+    row = torch.tensor(
+        [
+            int(position.has_state), position.cursor.epoch, position.cursor.step,
+            position.epoch_steps, int(position.in_pass), position.generation,
+            position.committed, *position.saved,
+            position.held, mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
+            *mine.entry.numbers(),
+        ],
+        dtype=torch.int64,
+    )  # fmt: skip
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    members = []
+    for one in rows:
+        has_state, epoch, step, epoch_steps, in_pass, generation, committed, *others = one.tolist()
+        taken_in, saved, held, model, data, threads, num_shared, memory, *entry = others
+        position = RunPosition(
+            has_state=bool(has_state),
+            cursor=Cursor(epoch, step),
+            epoch_steps=epoch_steps,
+            in_pass=PassPosition(in_pass),
+            generation=generation,
+            committed=committed,
+            saved=SavedPosition(taken_in, saved),
+            held=held,
+        )
+        members.append(
+            MemberInfo(position, model, data, threads, MemberEntry.of(entry), num_shared, memory)
+        )
+    return members
+
+
+def _model_print(units: Sequence[OptimizerUnit]) -> int:
+    """Return a number that is equal where the same parameters were prepared."""
+    parts = []
+    for unit in units:
+        for name, parameter in unit.parameters:
+            parts += [zlib.crc32(name.encode()), *parameter.shape, *parameter.stride()]
+    return derive(len(parts), *parts)
+
+
+def _data_print(data: Data | None) -> int:
+    """Return a number that is equal where the same data is cut in the same way; 0 for unknown."""
+    if data is None:
+        return 0
+    if isinstance(data, StreamPlan):
+        return data.fingerprint
+    flags = int(data.shuffle) + 2 * int(data.drop_last)
+    sizes = (data.num_samples, data.micro_batch_size, data.num_micro_batches)
+    return derive(data.seed, *sizes, flags) | 1
+
+
+def check_alike(members: Sequence[MemberInfo]) -> None:
+    """Refuse members that cannot train together.
+
+    Raises:
+        UsageError: they have prepared different parameters or data.
+    """
+    for rank, one in enumerate(members):
+        if one.model != members[0].model:
+            raise UsageError(
+                f"rank {rank} has prepared other parameters than rank 0 (their names, shapes "
+                f"or strides differ): every worker must build the same model from the same config"
+            )
+    # Epochs may have loaders of their own, and a member may be in the next epoch already.
+    by_epoch: dict[int, dict[int, int]] = {}
+    for rank, one in enumerate(members):
+        if one.data:
+            by_epoch.setdefault(one.position.cursor.epoch, {})[one.data] = rank
+    known = max(by_epoch.values(), key=len, default={})
+    if len(known) > 1:
+        raise UsageError(
+            f"ranks {', '.join(map(str, sorted(known.values())))} have data sets of different "
+            f"length, or other batch sizes, seeds or shuffling: every worker must prepare the same "
+            f"loader from the same data"
+        )
