@@ -24,17 +24,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
 
+from elastic.core.policy.recovery import CodePlace
+from elastic.core.world import NO_GENERATION, Generation
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.divergence import Divergence, Prints
+from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.recovery_modes import GroupProvider, ResumeState
+from elastic.worker.engine.run_state import RunState
+from elastic.worker.engine.usage_errors import weights_changed
 from elastic.worker.group.accelerators import record, wait_done
 from elastic.worker.group.c10d import all_by_gloo, issued
-from elastic.worker.state.train_state import State, TrainState
+from elastic.worker.state.train_state import State
 
 log = logging.getLogger(__name__)
 
@@ -52,18 +58,18 @@ class ResumePoint:
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
     """
 
-    def __init__(self, state: TrainState, watch: Divergence, given: ResumeState | None) -> None:
+    def __init__(self, run: RunState, watch: Divergence, given: ResumeState | None) -> None:
         """Begin whole.
 
         Args:
-            state: the prepared and registered objects.
-            watch: knows the checksums of their weights.
+            run: the state at hand.
+            watch: knows the checksums of its weights.
             given: what an earlier call of the train function has reached, None if nothing.
         """
         self.is_whole = True
         self.given = given
         self.calls_late = given is not None and given.calls_late
-        self._state, self._watch = state, watch
+        self._run, self._watch = run, watch
         self._kept: ResumeState | None = None
         # Checksums of weights that are not part of the copy, None if they are.
         self._weights: Prints | None = None
@@ -74,24 +80,30 @@ class ResumePoint:
     @property
     def is_small(self) -> bool:
         """Return whether weights are copied, too."""
-        return self._state.weights_bytes() <= COPIED_WEIGHTS_BYTES_MAX
+        return self._run.objects.weights_bytes() <= COPIED_WEIGHTS_BYTES_MAX
+
+    # ------------------------------------------------------------------- around the user's code
 
     def keep(
         self,
-        resume_from: Callable[[State], ResumeState],
+        code_places: tuple[CodePlace, ...],
         without_gradients: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Keep a copy of the state as it is now, without its weights if those are large.
 
         Args:
-            resume_from: returns how a call continues from a copy.
+            code_places: where each member of the group runs code of its own next, by rank.
             without_gradients: a context in which buffers are those of the last commit.
         """
         self._kept = self._weights = None
-        weights = self.is_small and not self._state.is_sharded
+        objects = self._run.objects
+        weights = self.is_small and not objects.is_sharded
         try:
             with without_gradients():
-                kept = resume_from(self._state.copied(weights=weights))
+                state = objects.copied(weights=weights)
+                logbook = deepcopy(self._run.logbook)
+                logbook.forget_step()
+                kept = self._resume_state(state, logbook, code_places)
             self._weights = None if weights else self._watch.weights()
             self._kept = kept
         except Exception as error:  # Of memory, or of what the user has registered.
@@ -102,32 +114,28 @@ class ResumePoint:
         self.is_whole = False
         self._begun, self._follows_commit = issued(), follows_commit
 
-    def end_code(self, check: Callable[[], None]) -> None:
+    def end_code(
+        self, groups: GroupProvider, context: WorkerContext, parameters: Iterable[torch.Tensor]
+    ) -> None:
         """The user's code is through.
 
         Args:
-            check: called if it has called collectives; raises if one of them has failed.
+            groups: knows whether a collective of the script's has failed.
+            context: of the present group.
+            parameters: on whose devices its collectives may still run.
+
+        Raises:
+            GroupChanged: one of them has failed: nothing is to continue from what that code has
+                made of the state.
         """
         if not self.is_whole and issued() != self._begun:
-            check()
+            was_held = self._run.is_held
+            self._run.is_held = False
+            _check_collectives(groups, context, parameters)
+            self._run.is_held = was_held
             self._note_late()
         self.is_whole = True
         self._kept = self._weights = None
-
-    @property
-    def has_copy(self) -> bool:
-        """Return whether a state was kept, with its weights or without."""
-        return self._kept is not None
-
-    def copy(self) -> ResumeState | None:
-        """Return the kept state; None if weights that are not part of it have changed since."""
-        if self._weights is None:
-            return self._kept
-        try:
-            return self._kept if self._weights == self._watch.weights() else None
-        except Exception as error:  # The script has moved them, say to "meta".
-            log.warning("weights_unreadable reason=%r", str(error))
-            return None
 
     def _note_late(self) -> None:
         if not self._follows_commit or self.calls_late:
@@ -139,15 +147,92 @@ class ResumePoint:
                 "continues from the newest snapshot; call them before the step, or use train.log"
             )
 
+    # ------------------------------------------------------------------- what was kept
 
-def check_collectives(
-    groups: GroupProvider, context: WorkerContext, devices: Iterable[torch.device]
+    def undo_code(self, shielded: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Undo what code of the user's has done since `keep`: the state had all of it already.
+
+        Args:
+            shielded: a context without interrupts.
+
+        Raises:
+            UsageError: it has changed weights, of which there is no copy.
+        """
+        if self._kept is None:
+            return  # The log says why.
+        kept = self._copy()
+        if kept is None:
+            raise weights_changed(self._run.cursor)
+        with shielded():
+            self._run.objects.put(kept.state, own=False)
+
+    def take(
+        self, code_places: tuple[CodePlace, ...], agreed: Generation, *, has_raised: bool
+    ) -> ResumeState | None:
+        """Return what the next call continues from if this one is left now, None if nothing.
+
+        Args:
+            code_places: as in `keep`.
+            agreed: the group that has agreed on the state at hand, if the next call is made in it;
+                else `NO_GENERATION`.
+            has_raised: this call was left by an error. If not, it is behind the loop that it has
+                left after a commit.
+        """
+        run = self._run
+        # What is sharded comes from the memory of all nodes, or from storage.
+        if self.given is not None or run.objects.is_sharded:
+            return self.given
+        if not self.is_whole and (has_raised or self._kept is not None):
+            return self._copy()
+        if not run.is_held:
+            return None
+        run.logbook.forget_step()
+        try:
+            state = run.objects.take()
+        except Exception as error:  # Of what the user has registered.
+            if agreed:  # The others count on this member.
+                raise
+            log.warning("state_not_kept reason=%r", str(error))
+            return None
+        return self._resume_state(state, run.logbook, code_places, agreed)
+
+    def _copy(self) -> ResumeState | None:
+        """Return the kept state; None if weights that are not part of it have changed since."""
+        if self._weights is None:
+            return self._kept
+        try:
+            return self._kept if self._weights == self._watch.weights() else None
+        except Exception as error:  # The script has moved them, say to "meta".
+            log.warning("weights_unreadable reason=%r", str(error))
+            return None
+
+    def _resume_state(
+        self,
+        state: State,
+        logbook: Logbook,
+        code_places: tuple[CodePlace, ...],
+        agreed: Generation = NO_GENERATION,
+    ) -> ResumeState:
+        run = self._run
+        return ResumeState(
+            state,
+            run.cursor,
+            logbook,
+            agreed,
+            code_places,
+            run.steps,
+            run.streams,
+            self.calls_late,
+            run.begun,
+            run.data,
+            run.agreed_in,
+        )
+
+
+def _check_collectives(
+    groups: GroupProvider, context: WorkerContext, parameters: Iterable[torch.Tensor]
 ) -> None:
-    """Wait until devices have run the script's collectives, which may have failed.
-
-    Raises:
-        GroupChanged: they may, and nothing is to continue from this state.
-    """
+    """Wait until devices have run the script's collectives, which may have failed."""
 
     def check() -> None:
         if groups.has_failed(context.generation):
@@ -155,5 +240,5 @@ def check_collectives(
 
     if not all_by_gloo():  # NCCL's calls return before, and aborts end them without an error.
         with context.activity.waiting():
-            wait_done(record(dict.fromkeys(devices)), check)
+            wait_done(record(dict.fromkeys(one.device for one in parameters)), check)
     check()

@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -76,6 +75,7 @@ from elastic.core.telemetry import (
     USER,
     Telemetry,
 )
+from elastic.core.world import NO_GENERATION
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.spans import span
@@ -104,7 +104,6 @@ from elastic.worker.engine.group_sync import (
     share_book,
     share_latest,
 )
-from elastic.worker.engine.logbook import Logbook
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.prepared_optimizers import (
     adopt_optimizer,
@@ -116,7 +115,7 @@ from elastic.worker.engine.prepared_optimizers import (
     unprepared_refused,
 )
 from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested, ResumeState
-from elastic.worker.engine.resume_point import ResumePoint, check_collectives
+from elastic.worker.engine.resume_point import ResumePoint
 from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
@@ -178,7 +177,7 @@ class StepEngine:
         self._checkpoints = CheckpointScheduler(self.run)
         self._due = PendingOptimizerSteps()
         self._watch = Divergence(self.state)
-        self._resume_point = ResumePoint(self.state, self._watch, resume_state)
+        self._resume_point = ResumePoint(self.run, self._watch, resume_state)
         self._loop: RunningLoop | None = None
         self._epochs = EpochLoop()
         self._group = PresentGroup()
@@ -551,7 +550,8 @@ class StepEngine:
             raise usage_errors.read_again(self._epochs.epoch)
         self.state.check_known(self._the_loop().units)
         if self._epochs.has_head:
-            self._undo_head()
+            self._epochs.has_head = False
+            self._resume_point.undo_code(self.context.shielded)
         self._set_whole()
         self.run.begun = self._epochs.epoch
         self._epochs.pass_phase = PassPhase.OPEN
@@ -559,22 +559,6 @@ class StepEngine:
         self.run.read(loader)
         self._deal()
         return self._epochs.epoch
-
-    def _undo_head(self) -> None:
-        """Undo what the code at the head of this epoch has done to a state that has it already.
-
-        Raises:
-            UsageError: it has changed weights, of which there is no copy.
-        """
-        self._epochs.has_head = False
-        point = self._resume_point
-        if not point.has_copy:
-            return  # The log says why.
-        kept = point.copy()
-        if kept is None:
-            raise usage_errors.weights_changed(self.cursor)
-        with self.context.shielded():
-            self.state.put(kept.state, own=False)
 
     def _deal(self) -> None:
         """Ask the loader for our micro-batches of the present group."""
@@ -1105,42 +1089,11 @@ class StepEngine:
             has_raised: this call was left by an error. If not, it is behind the loop that it has
                 left after a commit.
         """
-        # What is sharded comes from the memory of all nodes, or from storage.
-        if self._resume_point.given is not None or self.state.is_sharded:
-            return self._resume_point.given
-        point = self._resume_point
-        if not point.is_whole and (has_raised or point.has_copy):
-            return point.copy()
-        if not self.run.is_held:
-            return None
         if self._loop is not None:
             self._loop.reducer.release_gradients()  # Buffers are those of the last commit again.
-        self.run.logbook.forget_step()
-        agreed = self.context.generation if in_this_group else 0
-        try:
-            state = self.state.take()
-        except Exception as error:  # Of what the user has registered.
-            if in_this_group:  # The others count on this member.
-                raise
-            log.warning("state_not_kept reason=%r", str(error))
-            return None
-        return self._resume_from(state, self.run.logbook, agreed)
-
-    def _resume_from(self, state: State, logbook: Logbook, agreed: int = 0) -> ResumeState:
-        run = self.run
-        return ResumeState(
-            state,
-            run.cursor,
-            logbook,
-            agreed,
-            self._group.code_places,
-            run.steps,
-            run.streams,
-            self._resume_point.calls_late,
-            run.begun,
-            run.data,
-            run.agreed_in,
-        )
+        agreed = self.context.generation if in_this_group else NO_GENERATION
+        places = self._group.code_places
+        return self._resume_point.take(places, agreed, has_raised=has_raised)
 
     def _set_whole(self) -> None:
         """User code for the last step, or for the last pass, is through.
@@ -1149,16 +1102,8 @@ class StepEngine:
             GroupChanged: one of its collectives has failed, and it has gone on all the same. It
                 runs again.
         """
-        self._resume_point.end_code(self._check_collectives)
-        if self.has_begun:
-            self.groups.defer(self.options.is_in_place)
-
-    def _check_collectives(self) -> None:
-        """Raise GroupChanged if the script's collectives have failed: no state is ours then."""
-        was_held, self.run.is_held = self.run.is_held, False
-        devices = [parameter.device for parameter in self._the_loop().parameters()]
-        check_collectives(self.groups, self.context, devices)
-        self.run.is_held = was_held
+        self._resume_point.end_code(self.groups, self.context, self._the_loop().parameters())
+        self.groups.defer(self.options.is_in_place)
 
     def _keep_for_code(self) -> None:
         """Code of the script's follows, before a pass or behind it."""
@@ -1167,15 +1112,8 @@ class StepEngine:
 
     def _keep(self) -> None:
         is_called_again = not (self.context.is_local or self.state.is_sharded)
-        if not (is_called_again or self._epochs.has_head):
-            return
-
-        def resume_from(state: State) -> ResumeState:
-            logbook = deepcopy(self.run.logbook)
-            logbook.forget_step()
-            return self._resume_from(state, logbook)
-
-        self._resume_point.keep(resume_from, self._the_reducer().before_step)
+        if is_called_again or self._epochs.has_head:
+            self._resume_point.keep(self._group.code_places, self._the_reducer().before_step)
 
     @property
     def context(self) -> WorkerContext:
