@@ -21,7 +21,6 @@ from elastic.client.terminal import (
     ClusterTarget,
     output_option,
     print_json,
-    reporting_errors,
     stdout_console,
 )
 from elastic.client.text_format import (
@@ -56,7 +55,6 @@ PLACE = ("epoch", "step")
 @click.argument("job")
 @output_option
 @click.pass_obj
-@reporting_errors
 def checkpoints(target: ClusterTarget, job: str, output: str) -> None:
     """List the recorded checkpoints of JOB (id or name), oldest first.
 
@@ -77,7 +75,6 @@ def checkpoints(target: ClusterTarget, job: str, output: str) -> None:
 @click.command()
 @click.argument("path")
 @output_option
-@reporting_errors
 def verify(path: str, output: str) -> None:
     """Read all of the checkpoint PATH, or of every one in the run directory PATH.
 
@@ -103,7 +100,6 @@ def verify(path: str, output: str) -> None:
 )  # fmt: skip
 @output_option
 @click.pass_obj
-@reporting_errors
 def checkpoint(target: ClusterTarget, job: str, timeout_s: float, output: str) -> None:
     """Have JOB (id or name) take a checkpoint now, and print its path once it counts.
 

@@ -25,13 +25,14 @@ from elastic.client import (
     tuning,
 )
 from elastic.client.local_daemons import find_started
-from elastic.client.terminal import ClusterTarget, with_timeout
+from elastic.client.terminal import ClusterTarget, CommandGroup, with_timeout
 from elastic.version import __version__
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 
 @click.group(
+    cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done; 1 the job failed; 2 used wrongly; 69 no coordinator answers; 75 "
     "the job was stopped, it can be submitted again; 78 a setting is wrong; 124 timed out; 130 "

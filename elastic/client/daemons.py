@@ -19,7 +19,7 @@ from elastic.client.local_daemons import (
     start_head,
     stop_started,
 )
-from elastic.client.terminal import ClusterTarget, reporting_errors
+from elastic.client.terminal import ClusterTarget
 from elastic.client.values import parse_amounts
 from elastic.runtime.worker_ports import FLAG
 
@@ -60,7 +60,6 @@ DEFAULT_PORT = 7070
     help="File with the join token; --head creates one and prints its path.",
 )  # fmt: skip
 @click.pass_obj
-@reporting_errors
 def start(
     target: ClusterTarget,
     *,

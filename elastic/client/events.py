@@ -15,7 +15,7 @@ import click
 
 from elastic.client.jobs import Client
 from elastic.client.plain import plain
-from elastic.client.terminal import ClusterTarget, output_option, reporting_errors
+from elastic.client.terminal import ClusterTarget, output_option
 from elastic.client.text_format import workers
 from elastic.core.events.shared import Note
 from elastic.errors import StorageError
@@ -44,7 +44,6 @@ WORDS = {
 @click.option("-f", "--follow", is_flag=True, help="Follow the job until it has ended.")
 @output_option
 @click.pass_obj
-@reporting_errors
 def events(target: ClusterTarget, job: str, follow: bool, output: str) -> None:
     """Show what happened to JOB (id or name): kills, new groups, drains, checkpoints, decisions.
 

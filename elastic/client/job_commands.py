@@ -29,7 +29,6 @@ from elastic.client.terminal import (
     fail,
     output_option,
     print_json,
-    reporting_errors,
 )
 from elastic.client.text_format import duration, where_it_goes_on, workers
 from elastic.client.values import parse_duration, parse_num_workers
@@ -99,7 +98,6 @@ class SubmitCommand(click.Command):
 @timeout_option
 @output_option
 @click.pass_obj
-@reporting_errors
 def submit(
     target: ClusterTarget, /, wait: bool, timeout_s: float | None, output: str, **options: Any
 ) -> None:
@@ -175,7 +173,6 @@ def _wait_for_end(
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Until its workers ended.")
 @timeout_option
 @click.pass_obj
-@reporting_errors
 def stop(
     target: ClusterTarget, job: str, reason: str, timeout_s: float | None, *, now: bool, wait: bool
 ) -> None:
@@ -219,7 +216,6 @@ def stop(
 @click.option("--wait/--no-wait", default=False, help="Until the nodes are gone.")
 @timeout_option
 @click.pass_obj
-@reporting_errors
 def drain(
     target: ClusterTarget,
     nodes: tuple[str, ...],

@@ -10,7 +10,7 @@ import click
 from elastic.client.job_commands import GONE, timeout_option
 from elastic.client.jobs import Client
 from elastic.client.polling import wait_until
-from elastic.client.terminal import ClusterTarget, reporting_errors
+from elastic.client.terminal import ClusterTarget
 from elastic.client.text_format import trains_outside, workers
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import JobPhase, NodeId, NodePhase
@@ -22,7 +22,6 @@ from elastic.errors import Refused, UsageError
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Until its workers ended.")
 @timeout_option
 @click.pass_obj
-@reporting_errors
 def pause(target: ClusterTarget, job: str, wait: bool, timeout_s: float | None) -> None:
     """Have JOB (id or name) give all its workers back; resume it with: elastic resume JOB.
 
@@ -76,7 +75,6 @@ def _pausing(view: JobView) -> str:
 @click.command()
 @click.argument("job")
 @click.pass_obj
-@reporting_errors
 def resume(target: ClusterTarget, job: str) -> None:
     """Resume a paused JOB (id or name) where it was, as soon as its workers fit."""
     with target.connect() as client:
@@ -89,7 +87,6 @@ def resume(target: ClusterTarget, job: str) -> None:
 @click.option("--min", "low", type=click.IntRange(min=1), metavar="N", help="Smallest group.")
 @click.option("--max", "high", type=click.IntRange(min=1), metavar="N", help="Largest group.")
 @click.pass_obj
-@reporting_errors
 def scale(target: ClusterTarget, job: str, low: int | None, high: int | None) -> None:
     """Set how many workers JOB (id or name) may have; its group follows at a boundary.
 
@@ -117,7 +114,6 @@ def scale(target: ClusterTarget, job: str, low: int | None, high: int | None) ->
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
 @click.option("--reason", default="", help="Shown with the node.")
 @click.pass_obj
-@reporting_errors
 def cordon(target: ClusterTarget, nodes: tuple[str, ...], reason: str) -> None:
     """Let no new workers start on nodes; those that are there stay. See also: elastic drain."""
     _cordon(target, nodes, cordoned=True, reason=reason)
@@ -126,7 +122,6 @@ def cordon(target: ClusterTarget, nodes: tuple[str, ...], reason: str) -> None:
 @click.command()
 @click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
 @click.pass_obj
-@reporting_errors
 def uncordon(target: ClusterTarget, nodes: tuple[str, ...]) -> None:
     """Let new workers start on nodes again."""
     _cordon(target, nodes, cordoned=False, reason="")

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from elastic.client.terminal import ClusterTarget, output_option, print_json, reporting_errors
+from elastic.client.terminal import ClusterTarget, output_option, print_json
 from elastic.storage.files import Files
 
 PAUSE_S = 0.2
@@ -23,7 +23,6 @@ LATE_S = 15.0
 )  # fmt: skip
 @output_option
 @click.pass_obj
-@reporting_errors
 def profile(target: ClusterTarget, job: str, rank: int, seconds: float, output: str) -> None:
     """Sample the stacks of a rank of JOB (id or name) while it trains.
 

@@ -32,7 +32,6 @@ from elastic.client.terminal import (
     ClusterTarget,
     output_option,
     print_json,
-    reporting_errors,
     stdout_console,
 )
 from elastic.client.text_format import waiting_line
@@ -50,7 +49,6 @@ _clock = SystemClock()
 @click.option("-a", "--all", "include_ended", is_flag=True, help="Jobs that have ended too.")
 @output_option
 @click.pass_obj
-@reporting_errors
 def ps(target: ClusterTarget, include_ended: bool, output: str) -> None:
     """List jobs, with what each one waits for."""
     with target.connect() as client:
@@ -72,7 +70,6 @@ def ps(target: ClusterTarget, include_ended: bool, output: str) -> None:
 @click.argument("job", default="")
 @output_option
 @click.pass_obj
-@reporting_errors
 def status(target: ClusterTarget, job: str, output: str) -> None:
     """Show JOB (id or name), or the whole cluster."""
     with target.connect() as client:
@@ -94,7 +91,6 @@ def status(target: ClusterTarget, job: str, output: str) -> None:
 @click.command()
 @output_option
 @click.pass_obj
-@reporting_errors
 def nodes(target: ClusterTarget, output: str) -> None:
     """List nodes and what is free on them."""
     with target.connect() as client:
@@ -126,7 +122,6 @@ def nodes(target: ClusterTarget, output: str) -> None:
 )  # fmt: skip
 @output_option
 @click.pass_obj
-@reporting_errors
 def logs(target: ClusterTarget, job: str, follow: bool, output: str, **wanted: Any) -> None:
     """Print what the workers of JOB (id or name) printed, all of them together by time.
 

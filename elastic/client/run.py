@@ -35,7 +35,6 @@ from elastic.client.terminal import (
     EXIT_INTERRUPTED,
     ClusterTarget,
     exit_as,
-    reporting_errors,
 )
 from elastic.client.text_format import where_it_goes_on, workers
 from elastic.client.torchrun import (
@@ -73,7 +72,6 @@ GPU_DRIVER = "/dev/nvidiactl"
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @run_options
 @click.pass_obj
-@reporting_errors
 def run(target: ClusterTarget, /, detach: bool, standalone: bool, **given: Any) -> None:
     """Run SCRIPT as torchrun does, with its flags; what stands behind SCRIPT goes to it.
 

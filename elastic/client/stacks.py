@@ -14,7 +14,7 @@ import click
 
 from elastic.client.jobs import Client
 from elastic.client.plain import plain
-from elastic.client.terminal import ClusterTarget, output_option, print_json, reporting_errors
+from elastic.client.terminal import ClusterTarget, output_option, print_json
 from elastic.client.values import parse_ranks
 from elastic.core.world import WorkerId
 
@@ -53,7 +53,6 @@ class Dump:
 )
 @output_option
 @click.pass_obj
-@reporting_errors
 def stack(
     target: ClusterTarget, job: str, ranks: tuple[int, ...], all_threads: bool, output: str
 ) -> None:

@@ -157,13 +157,13 @@ def fail(text: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def reporting_errors(command: Command) -> Command:
-    """Make a command exit with a text and the right code for each kind of error."""
+class CommandGroup(click.Group):
+    """Commands that end with a text and the right exit code for each kind of error."""
 
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the command line names."""
         try:
-            return command(*args, **kwargs)
+            return super().invoke(ctx)
         except ElasticError as error:
             fail(str(error), exit_code(error))
         except TimeoutError as error:
@@ -174,8 +174,6 @@ def reporting_errors(command: Command) -> Command:
             if error.errno != errno.ENOSPC:
                 raise  # Such as EPIPE: the reader is gone, and click exits silently.
             fail(f"output cannot be written: {error.strerror}", EXIT_FAILED)
-
-    return run  # type: ignore[return-value]
 
 
 def stdout_console() -> Console:

@@ -28,7 +28,6 @@ from elastic.client.terminal import (
     ClusterTarget,
     output_option,
     print_json,
-    reporting_errors,
     stdout_console,
 )
 from elastic.client.text_format import duration, world_size
@@ -46,7 +45,6 @@ WORKERS_MAX = 40
 @click.option("-a", "--all", "include_ended", is_flag=True, help="Jobs that have ended too.")
 @output_option
 @click.pass_obj
-@reporting_errors
 def top(target: ClusterTarget, job: str, once: bool, include_ended: bool, output: str) -> None:
     """Show all jobs, or JOB (id or name), as they train; Ctrl-C ends it."""
     with target.connect() as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from elastic.client.submission import directory_of
-from elastic.client.terminal import reporting_errors
 from elastic.errors import UsageError
 from elastic.storage.metrics import has_metrics
 from elastic.storage.run_directory import RunDirectory
@@ -15,7 +14,6 @@ from elastic.storage.trackers import Tracking, parse_trackers
 @click.command()
 @click.argument("run")
 @click.argument("trackers", nargs=-1, required=True, metavar="KIND[:WHERE]...")
-@reporting_errors
 def track(run: str, trackers: tuple[str, ...]) -> None:
     """Send trackers what RUN, a run directory, has reported and they lack.
 

@@ -19,7 +19,6 @@ from elastic.client.terminal import (
     fail,
     output_option,
     print_json,
-    reporting_errors,
     stdout_console,
 )
 from elastic.errors import Refused, UsageError
@@ -56,7 +55,6 @@ def _opened(study: str) -> StudyLog:
 @tune.command()
 @click.argument("study")
 @output_option
-@reporting_errors
 def status(study: str, output: str) -> None:
     """Show all trials of STUDY, and how far it is."""
     log = _opened(study)
@@ -71,7 +69,6 @@ def status(study: str, output: str) -> None:
 @tune.command()
 @click.argument("study")
 @output_option
-@reporting_errors
 def best(study: str, output: str) -> None:
     """Show the best trial of STUDY: its metric, its config, and where its run is."""
     log = _opened(study)
@@ -101,7 +98,6 @@ def best(study: str, output: str) -> None:
 @click.argument("study")
 @click.option("--reason", default="", help="Shown with the trials.")
 @click.pass_obj
-@reporting_errors
 def stop(target: ClusterTarget, study: str, reason: str) -> None:
     """Stop all trials of STUDY; its driver ends, and results stay."""
     log = _opened(study)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import click
@@ -67,9 +67,16 @@ def exit_code(error: ElasticError) -> int:
     return EXIT_CONFIG
 
 
-def fail(error: ElasticError) -> NoReturn:
-    click.echo(f"elastic-coord: {error}", err=True)
-    sys.exit(exit_code(error))
+class CommandGroup(click.Group):
+    """Commands that end with a text and the right exit code for each kind of error."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the command line names."""
+        try:
+            return super().invoke(ctx)
+        except ElasticError as error:
+            click.echo(f"elastic-coord: {error}", err=True)
+            sys.exit(exit_code(error))
 
 
 def default_store() -> str:
@@ -120,7 +127,7 @@ def store_files_of(settings: dict[str, Any]) -> StoreFiles | None:
     return StoreFiles(**paths) if paths else None
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="elastic-coord")
 def main() -> None:
     """Coordinator of elastic training: decides which workers train together."""
@@ -248,7 +255,7 @@ def serve_command(log_level: str, **settings: Any) -> None:
     except ElasticError as error:
         if not lines.drain():
             os._exit(exit_code(error))
-        fail(error)
+        raise
     if not lines.drain():
         os._exit(0)
 
@@ -278,12 +285,8 @@ def health(coord: str, timeout_s: float, **tls: str) -> None:
     Of several all are asked; exit 0 only if each is one or the other.
     """
     codes: list[int] = []
-    try:
-        access = find_access(**tls)
-        endpoints = parse_endpoints(coord)
-    except ElasticError as error:
-        fail(error)
-    for endpoint in endpoints:
+    access = find_access(**tls)
+    for endpoint in parse_endpoints(coord):
         try:
             answer = fetch_health(endpoint, access, timeout_s=timeout_s)
         except ElasticError as error:
@@ -309,10 +312,7 @@ def backup(file: Path, store: str | None) -> None:
 
     The copy is checked, record by record. A FILE that exists is left as it is.
     """
-    try:
-        copied = anyio.run(back_up, store or default_store(), PREFIX, file)
-    except ElasticError as error:
-        fail(error)
+    copied = anyio.run(back_up, store or default_store(), PREFIX, file)
     click.echo(f"{file} holds {_copied(copied)}")
 
 
@@ -326,10 +326,7 @@ def restore_command(file: Path, store: str | None) -> None:
     anew from their newest checkpoint; the others continue as they run.
     """
     target = store or default_store()
-    try:
-        copied = anyio.run(restore, file, target, PREFIX)
-    except ElasticError as error:
-        fail(error)
+    copied = anyio.run(restore, file, target, PREFIX)
     click.echo(f"{target} holds {_copied(copied)}")
 
 
@@ -342,10 +339,7 @@ def store_group() -> None:
 @store_option
 def check_store(store: str | None) -> None:
     """Read all of it, also while its coordinator runs; exit 0 if nothing is damaged or lacking."""
-    try:
-        copied, acknowledged = anyio.run(check, store or default_store(), PREFIX)
-    except ElasticError as error:
-        fail(error)
+    copied, acknowledged = anyio.run(check, store or default_store(), PREFIX)
     click.echo(f"sound: {_copied(copied)}; acknowledged up to revision {acknowledged or 'unknown'}")
 
 
@@ -356,10 +350,7 @@ def salvage_store(store: str | None) -> None:
 
     Its files are copied first, as they are. What is lost, is lost: a backup has maybe more.
     """
-    try:
-        copied, found = anyio.run(salvage, store or default_store(), PREFIX)
-    except ElasticError as error:
-        fail(error)
+    copied, found = anyio.run(salvage, store or default_store(), PREFIX)
     lost = max(0, found.acknowledged - found.found)
     click.echo(
         f"what is left: {_copied(copied)}; {lost} revisions that were acknowledged are lost; the "

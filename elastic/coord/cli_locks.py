@@ -9,10 +9,8 @@ from __future__ import annotations
 import datetime
 import importlib
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 import click
 from rich.table import Table
@@ -21,10 +19,9 @@ from elastic.client.terminal import stdout_console
 from elastic.coord.roles import Role
 from elastic.coord.tokens import Token, create_token, forget_tokens, read_tokens, revoke_token
 from elastic.core.config import NS_PER_S
-from elastic.errors import ConfigError, ElasticError
+from elastic.errors import ConfigError
 from elastic.runtime.clock import SystemClock
 
-EXIT_CONFIG = 78
 EXPIRES_S_MAX = 100 * 365 * 86_400
 UNIX_S_MAX = 253_402_300_799
 """The last second that `datetime` can represent."""
@@ -48,11 +45,6 @@ tokens_option = click.option(
 )  # fmt: skip
 
 
-def fail(error: ElasticError) -> NoReturn:
-    click.echo(f"elastic-coord: {error}", err=True)
-    sys.exit(EXIT_CONFIG)
-
-
 # ------------------------------------------------------------------------------ certificates
 
 
@@ -70,12 +62,7 @@ def certs_init(folder: Path, hosts: tuple[str, ...], days: float) -> None:
 
     Without --host the certificate is for this machine alone: localhost, 127.0.0.1 and ::1.
     """
-    init_authority = _signer().init_authority
-
-    try:
-        made = init_authority(folder, _with_local(hosts), _now(), days)
-    except ElasticError as error:
-        fail(error)
+    made = _signer().init_authority(folder, _with_local(hosts), _now(), days)
     click.echo(f"authority    {folder}/ca.key: its holder can impersonate anyone; keep it secret")
     click.echo(f"coordinator  elastic-coord serve --tls-dir {made}")
     click.echo(f"next         elastic-coord certs issue {folder} --name NODE --role node")
@@ -101,10 +88,7 @@ def certs_issue(folder: Path, name: str, role: str, days: float, hosts: tuple[st
     kind = Role(role)
     serves_at = _with_local(hosts) if kind is Role.ADMIN and hosts else hosts
     wanted = signer.CertificateRequest(name=name, role=kind, hosts=serves_at, days=days)
-    try:
-        made = signer.issue(folder, wanted, _now())
-    except ElasticError as error:
-        fail(error)
+    made = signer.issue(folder, wanted, _now())
     until = _now() + datetime.timedelta(days=days)
     uses = {"node": f"elastic-agent --node-id {name}", "admin": "elastic-coord serve"}
     click.echo(f"made   {made}: ca.crt, tls.crt, tls.key, until {until:%Y-%m-%d %H:%M} UTC")
@@ -116,7 +100,9 @@ def _signer() -> ModuleType:
     try:
         return importlib.import_module("elastic.coord.certs")
     except ModuleNotFoundError as error:
-        fail(ConfigError(f"{error}: pip install 'elastic-torch[certs]' makes certificates"))
+        raise ConfigError(
+            f"{error}: pip install 'elastic-torch[certs]' makes certificates"
+        ) from error
 
 
 def _with_local(hosts: tuple[str, ...]) -> tuple[str, ...]:
@@ -153,10 +139,7 @@ def tokens_create(path: Path, role: str, expires: str, name: str) -> None:
     token = Token(
         token_id="", name=name, role=Role(role), digest="", created_ns=now_ns, expires_ns=expires_ns
     )
-    try:
-        shown = create_token(path, token)
-    except ElasticError as error:
-        fail(error)
+    shown = create_token(path, token)
     click.echo(shown)
     held = _moment(expires_ns) if expires_ns else "it is revoked"
     click.echo(
@@ -174,8 +157,6 @@ def tokens_list(path: Path) -> None:
         known = read_tokens(path)
     except FileNotFoundError:
         known = ()
-    except ElasticError as error:
-        fail(error)
     if not known:
         click.echo(f"no token in {path}", err=True)
         return
@@ -206,14 +187,11 @@ def tokens_revoke(path: Path, token: str, forget: bool) -> None:
     if not token and not forget:
         raise click.UsageError("name the token, by id or name, or pass --forget")
     now_ns = _clock.unix_ns()
-    try:
-        for revoked in revoke_token(path, token, now_ns) if token else ():
-            name = f" ({revoked.name})" if revoked.name else ""
-            click.echo(f"revoked {revoked.token_id}{name}, role {revoked.role.value}")
-        if forget:
-            click.echo(f"removed {forget_tokens(path, now_ns)} from {path}")
-    except ElasticError as error:
-        fail(error)
+    for revoked in revoke_token(path, token, now_ns) if token else ():
+        name = f" ({revoked.name})" if revoked.name else ""
+        click.echo(f"revoked {revoked.token_id}{name}, role {revoked.role.value}")
+    if forget:
+        click.echo(f"removed {forget_tokens(path, now_ns)} from {path}")
 
 
 def _duration_ns(text: str) -> int:
