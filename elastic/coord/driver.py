@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import anyio
 
@@ -45,9 +44,10 @@ from elastic.core.events.coordinator import (
     WokeFromSuspend,
 )
 from elastic.core.events.shared import Note, Tick
+from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.core.messages import AgentMessage, Coordinators, Hello, Welcome
 from elastic.core.view import ClusterView, JobSample
-from elastic.core.world import JobId, Member
+from elastic.core.world import JobId
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
@@ -66,30 +66,6 @@ RETURN_GATHER, RETURN_GATHER_S_MAX = 4, 0.3
 """After a step with only connecting agents it waits so many times as long, up to the second."""
 MANY_SESSIONS = 500
 """From this many on it always waits at least GATHER_S_MIN: similar messages come in thousands."""
-
-
-class Machine(Protocol):
-    """What the driver needs of the coordinator's state machine."""
-
-    def step(self, event: CoordinatorEvent, now_ns: int) -> tuple[CoordinatorEffect, ...]:
-        """Process one event, return the effects to perform."""
-        ...
-
-    def next_deadline_ns(self) -> int | None:
-        """Return the latest time for the next step with a `Tick`, None for no deadline."""
-        ...
-
-    def view(self, now_ns: int) -> ClusterView:
-        """Return all that the status shows."""
-        ...
-
-    def samples(self) -> tuple[JobSample, ...]:
-        """Return what the history keeps of each job."""
-        ...
-
-    def first_member(self, job_id: JobId) -> Member | None:
-        """Return rank 0 of a job's group, None while it has no group that trains."""
-        ...
 
 
 class _Requests:
@@ -134,7 +110,7 @@ class Driver:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: CoordinatorMachine,
         journal: Journal,
         clock: Clock,
         *,

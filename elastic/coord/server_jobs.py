@@ -10,7 +10,6 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import anyio
 
@@ -228,7 +227,14 @@ class JobsService:
             # A member may be gone before the next regular check, and is not listed then.
             driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
         ):
-            reader = LogRequest(self._context, job_id, request, merged)
+            reader = LogRequest(
+                self._context,
+                job_id,
+                merged,
+                follow=request.follow,
+                tail_lines=request.tail_lines,
+                ranks=request.ranks,
+            )
             going_on = True
             while going_on:
                 self._context.stay_with(driver)
@@ -260,37 +266,35 @@ def job_of(view: ClusterView, job_id: JobId) -> JobView | None:
     return next((job for job in view.jobs if job.record.spec.job_id == job_id), None)
 
 
-class LogFilter(Protocol):
-    """Selects the output to stream; the fields are those of the request."""
-
-    @property
-    def follow(self) -> bool:
-        """Return whether to stream until the job has ended."""
-        ...
-
-    @property
-    def tail_lines(self) -> int:
-        """Return how many lines of existing output to send, -1 for all."""
-        ...
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        """Return the ranks to include; empty for all."""
-        ...
-
-
 class LogRequest:
     """One request for output: the workers asked for it, and the output received."""
 
     def __init__(
-        self, context: ServiceContext, job_id: JobId, request: LogFilter, merged: MergedOutput
+        self,
+        context: ServiceContext,
+        job_id: JobId,
+        merged: MergedOutput,
+        *,
+        follow: bool,
+        tail_lines: int,
+        ranks: Iterable[int],
     ) -> None:
+        """Select output.
+
+        Args:
+            context: the agents and the workers.
+            job_id: whose output.
+            merged: receives the output.
+            follow: stream until the job has ended.
+            tail_lines: how many lines of existing output to send, -1 for all.
+            ranks: the ranks to include; empty for all.
+        """
         self._context = context
         self._job_id = job_id
-        self._follow = request.follow
-        self._tail_lines = request.tail_lines
-        self._ranks = frozenset(request.ranks)
         self._merged = merged
+        self._follow = follow
+        self._tail_lines = tail_lines
+        self._ranks = frozenset(ranks)
         self._origins: dict[WorkerId, WorkerOrigin] = {}
         self._wanted: dict[WorkerId, int] = {}
         self._subscribed: set[WorkerId] = set()

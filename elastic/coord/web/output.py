@@ -32,20 +32,18 @@ Line = tuple[float, int, int, str, str]
 
 @dataclass
 class OutputFilter:
-    """Selects the output to show; implements `LogFilter`."""
+    """Selects the output to show."""
 
-    follow: bool
-    tail_lines: int = TAIL_LINES
     ranks: tuple[int, ...] = ()
     contains: str = ""
 
     @classmethod
-    def of(cls, query: Mapping[str, str], *, follow: bool) -> OutputFilter:
+    def of(cls, query: Mapping[str, str]) -> OutputFilter:
         """Parse the fields of a form; parts that are not ranks are ignored."""
         ranks = tuple(
             int(part) for part in query.get("rank", "").split(",")[:64] if part.strip().isdecimal()
         )
-        return cls(follow, ranks=ranks, contains=query.get("contains", "")[:200])
+        return cls(ranks, contains=query.get("contains", "")[:200])
 
 
 @dataclass
@@ -85,13 +83,15 @@ async def output_stream(
     Raises:
         NotLeading: this coordinator does not lead, or no longer.
     """
-    wanted, driver = OutputFilter.of(query, follow=True), context.driver
+    wanted, driver = OutputFilter.of(query), context.driver
     lines = Lines(wanted.contains)
     with (
         context.follows.merged() as merged,
         driver.watchers.subscribe(job_id, on_note=merged.wake) as notes,
     ):
-        reader = LogRequest(context, job_id, wanted, merged)
+        reader = LogRequest(
+            context, job_id, merged, follow=True, tail_lines=TAIL_LINES, ranks=wanted.ranks
+        )
         going_on, waiting, sent_ns = True, list[Line](), 0
         while going_on:
             context.stay_with(driver)
@@ -139,10 +139,12 @@ async def newest_lines(
     Raises:
         NotLeading: this coordinator does not lead.
     """
-    wanted = OutputFilter.of(query, follow=False)
+    wanted = OutputFilter.of(query)
     lines, found = Lines(wanted.contains), list[Line]()
     with context.follows.merged() as merged:
-        reader = LogRequest(context, job_id, wanted, merged)
+        reader = LogRequest(
+            context, job_id, merged, follow=False, tail_lines=TAIL_LINES, ranks=wanted.ranks
+        )
         with anyio.move_on_after(TAIL_WAIT_S):
             while reader.subscribe_new():
                 found += lines.take(reader)
