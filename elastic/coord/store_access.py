@@ -6,7 +6,6 @@ next connection on; an unreadable one leaves the previous contents in use.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +13,8 @@ import anyio
 import anyio.to_thread
 
 from elastic.errors import ConfigError, UsageError
-from elastic.runtime.access import FILE_BYTES_MAX, TlsFiles, file_signature, warn_if_open
+from elastic.runtime.access import FILE_BYTES_MAX, TlsFiles, WatchedFiles, warn_if_open
 from elastic.store.etcd_link import EtcdAccess
-
-log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 
@@ -57,17 +54,9 @@ class StoreFiles:
         username, password = _read_user(self.user) if self.user is not None else ("", "")
         return EtcdAccess(username, password, ca=texts.ca, certificate=texts.cert, key=texts.key)
 
-    def signature(self) -> tuple[object, ...]:
-        """Return a value that changes when a file is replaced."""
-        return tuple(file_signature(path) for path in (self.ca, self.cert, self.key, self.user))
-
 
 class StoreAccess:
-    """The current credentials for the store.
-
-    Attributes:
-        current: the credentials; a new object once a file has changed.
-    """
+    """The current credentials for the store."""
 
     def __init__(self, files: StoreFiles) -> None:
         """Read the files.
@@ -75,36 +64,18 @@ class StoreAccess:
         Raises:
             UsageError: one of them is not usable.
         """
-        self._files = files
-        self._complaint = ""
-        self._seen = files.signature()
-        self.current = files.read()
+        self._files = WatchedFiles(
+            "store_access", (files.ca, files.cert, files.key, files.user), files.read
+        )
 
     def now(self) -> EtcdAccess:
-        """Return the current credentials without reading a file."""
-        return self.current
-
-    def reload(self) -> None:
-        """Reread the files if they changed; log errors, never raise."""
-        seen = self._files.signature()
-        if seen == self._seen:
-            return
-        try:
-            found = self._files.read()
-        except UsageError as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                log.error("store_access_unusable error=%r", str(error))
-            return
-        self._complaint, self._seen = "", seen
-        if found != self.current:
-            self.current = found
-            log.info("store_access_renewed")
+        """Return the current credentials without reading a file; an object per content."""
+        return self._files.content
 
     async def keep(self) -> None:
         """Poll the files; never returns."""
         while True:
-            await anyio.to_thread.run_sync(self.reload, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(self._files.reload, abandon_on_cancel=True)
             await anyio.sleep(POLL_S)
 
 

@@ -11,10 +11,10 @@ import logging
 import os
 import ssl
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from elastic.errors import ConfigError, UsageError
 
@@ -33,6 +33,7 @@ PEM_BYTES_MAX = 4 * 1024 * 1024
 """More than a system's bundle of all authorities."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class TlsFiles:
                 f"--tls-key, or a folder with both as --tls-dir"
             )
 
+    @property
+    def paths(self) -> tuple[Path | None, ...]:
+        """Return the paths of certificate, key and authority."""
+        return (self.cert, self.key, self.ca)
+
     def read(self) -> TlsTexts:
         """Read and check the files.
 
@@ -83,7 +89,7 @@ class TlsFiles:
         return texts
 
     def _read_once(self) -> TlsTexts:
-        return TlsTexts(*(read_pem(path) for path in (self.cert, self.key, self.ca)))
+        return TlsTexts(*(read_pem(path) for path in self.paths))
 
 
 @dataclass(frozen=True)
@@ -241,6 +247,59 @@ def file_signature(path: Path | None) -> object:
     except OSError:
         return None
     return (found.st_ino, found.st_mtime_ns, found.st_size) if found is not None else None
+
+
+class WatchedFiles(Generic[Content]):
+    """What some files hold, read again when one of them was replaced.
+
+    Attributes:
+        content: what they held when they were last usable.
+    """
+
+    def __init__(
+        self, name: str, paths: Sequence[Path | None], read: Callable[[], Content]
+    ) -> None:
+        """Read them; raises what `read` raises.
+
+        Args:
+            name: of the contents, in the log.
+            paths: the files; None is one that was not named.
+            read: reads and checks all of them; raises UsageError if one is not usable.
+        """
+        self._name = name
+        self._paths = tuple(paths)
+        self._read = read
+        self._complaint = ""
+        self._seen = self._signature()
+        self.content = read()
+
+    def reload(self) -> bool:
+        """Read them again if one was replaced; return whether the content is another one now.
+
+        Files that are not usable are logged once, and leave the content as it is.
+        """
+        seen = self._signature()
+        if seen == self._seen:
+            return False
+        try:
+            found = self._read()
+        except UsageError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.error("%s_unusable error=%r", self._name, str(error))
+            return False
+        self._complaint = ""
+        is_new = found != self.content
+        self.content = found
+        self._seen = seen
+        if is_new:
+            log.info(
+                "%s_renewed paths=%s", self._name, ",".join(map(str, filter(None, self._paths)))
+            )
+        return is_new
+
+    def _signature(self) -> tuple[object, ...]:
+        return tuple(file_signature(path) for path in self._paths)
 
 
 def replace_file(path: Path, data: bytes, mode: int) -> None:

@@ -7,17 +7,14 @@ ones stay in use. TLS 1.3 only: no renegotiation, and no session resumption with
 
 from __future__ import annotations
 
-import logging
 import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
 from elastic.errors import ConfigError, NotAuthorized
-from elastic.runtime.access import TlsFiles, file_signature
+from elastic.runtime.access import TlsFiles, WatchedFiles
 from elastic.runtime.certificates import read_shown
-
-log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 """Timeout of the handshake."""
@@ -36,10 +33,8 @@ class PeerTls:
         """
         if files.ca is None or files.cert is None:
             raise ConfigError("TLS between agents needs a certificate, its key and the authority")
-        self._files = files
-        self._complaint = ""
-        self._seen: object = None
-        self._contexts = self._read()
+        self._paths = files.paths
+        self._contexts = WatchedFiles("certificate", files.paths, lambda: _contexts(files))
 
     @staticmethod
     def of(files: TlsFiles | None) -> PeerTls | None:
@@ -56,12 +51,12 @@ class PeerTls:
     @property
     def paths(self) -> tuple[str, ...]:
         """Return the paths of certificate, key and authority, for this node's workers."""
-        return tuple(str(path) for path in (self._files.cert, self._files.key, self._files.ca))
+        return tuple(str(path) for path in self._paths)
 
     def wrap(self, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
         """Return the TLS socket, with the present files; the given socket is detached then."""
-        self._renew()
-        client, server = self._contexts
+        self._contexts.reload()
+        client, server = self._contexts.content
         return wrapped(client if is_client else server, sock, is_client=is_client)
 
     def greet(self, sock: ssl.SSLSocket) -> None:
@@ -83,45 +78,29 @@ class PeerTls:
                 f"one of role node ('elastic-coord certs issue --role node')"
             )
 
-    def _renew(self) -> None:
-        if self._signature() == self._seen:
-            return
-        try:
-            self._contexts = self._read()
-            self._complaint = ""
-        except ConfigError as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                log.error("certificate_unusable error=%r", str(error))
 
-    def _read(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        seen = self._signature()
-        self._files.read()
-        try:
-            client, server = (
-                self._context(kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"TLS files of this agent: {error}") from error
-        server.num_tickets = 0
-        self._seen = seen
-        return client, server
+def _contexts(files: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Read the files, and return the contexts of a client and of a server."""
+    files.read()
+    try:
+        client = _context(files, ssl.PROTOCOL_TLS_CLIENT)
+        server = _context(files, ssl.PROTOCOL_TLS_SERVER)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"TLS files of this agent: {error}") from error
+    server.num_tickets = 0
+    return client, server
 
-    def _context(self, kind: int) -> ssl.SSLContext:
-        files = self._files
-        context = ssl.SSLContext(kind)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # A node is identified by its certificate's URI, because node addresses change.
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(files.ca)
-        if files.cert is not None:
-            context.load_cert_chain(files.cert, files.key, password=lambda: b"")
-        return context
 
-    def _signature(self) -> tuple[object, ...]:
-        files = self._files
-        return tuple(file_signature(path) for path in (files.cert, files.key, files.ca))
+def _context(files: TlsFiles, kind: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(kind)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # A node is identified by its certificate's URI, because node addresses change.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(files.ca)
+    if files.cert is not None:
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")
+    return context
 
 
 def wrapped(context: ssl.SSLContext, sock: socket.socket, *, is_client: bool) -> ssl.SSLSocket:
