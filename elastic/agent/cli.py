@@ -52,6 +52,7 @@ from elastic.core.events.agent import ExitAgent, HealthChanged
 from elastic.core.world import Node, NodeId
 from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError, is_for_now
 from elastic.runtime.access import find_access
+from elastic.runtime.access_options import tls_options, token_option
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.eventlog import quoted
@@ -173,33 +174,8 @@ class Flags:
     help=f"Ports that workers, and the agent for copies, listen on: {PORTS_OF_A_WORKER} for each "
     "worker, and 1. Not NCCL's.  [default: the system's]",
 )
-@click.option(
-    "--token-file",
-    default="",
-    show_default=False,
-    metavar="PATH",
-    help="File that holds the join token.",
-)
-@click.option(
-    "--tls-dir",
-    default="",
-    show_default=False,
-    metavar="PATH",
-    help="Folder with ca.crt, tls.crt and tls.key, as 'elastic-coord certs issue' writes it.",
-)
-@click.option(
-    "--tls-cert", default="", show_default=False, metavar="PATH", help="Instead of DIR/tls.crt."
-)
-@click.option(
-    "--tls-key", default="", show_default=False, metavar="PATH", help="Instead of DIR/tls.key."
-)
-@click.option(
-    "--tls-ca",
-    default="",
-    show_default=False,
-    metavar="PATH",
-    help="Instead of DIR/ca.crt; alone, with a token, if this node has no certificate.",
-)
+@token_option
+@tls_options
 @click.option(
     "--drain-timeout", default=30.0, metavar="SECONDS", help="Time to leave after SIGTERM."
 )

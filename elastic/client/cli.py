@@ -26,6 +26,7 @@ from elastic.client import (
 )
 from elastic.client.local_daemons import find_started
 from elastic.client.terminal import ClusterTarget, CommandGroup, with_timeout
+from elastic.runtime.access_options import tls_options, token_option
 from elastic.version import __version__
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -42,26 +43,8 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
     "-c", "--coord", envvar="ELASTIC_COORD", default=DEFAULT_ADDRESS, show_default=True,
     metavar="HOST:PORT,...", help="Coordinators to try.  [env: ELASTIC_COORD]",
 )  # fmt: skip
-@click.option(
-    "--token-file", envvar="ELASTIC_TOKEN_FILE", default="", metavar="PATH",
-    help="File that holds the join token.  [env: ELASTIC_TOKEN_FILE]",
-)  # fmt: skip
-@click.option(
-    "--tls-dir", envvar="ELASTIC_TLS_DIR", default="", metavar="PATH",
-    help="Folder with ca.crt, tls.crt and tls.key.  [env: ELASTIC_TLS_DIR]",
-)  # fmt: skip
-@click.option(
-    "--tls-cert", envvar="ELASTIC_TLS_CERT", default="", metavar="PATH",
-    help="Instead of DIR/tls.crt.  [env: ELASTIC_TLS_CERT]",
-)  # fmt: skip
-@click.option(
-    "--tls-key", envvar="ELASTIC_TLS_KEY", default="", metavar="PATH",
-    help="Instead of DIR/tls.key.  [env: ELASTIC_TLS_KEY]",
-)  # fmt: skip
-@click.option(
-    "--tls-ca", envvar="ELASTIC_TLS_CA", default="", metavar="PATH",
-    help="Instead of DIR/ca.crt; alone if you show a token.  [env: ELASTIC_TLS_CA]",
-)  # fmt: skip
+@token_option
+@tls_options
 @click.version_option(__version__, prog_name="elastic")
 @click.pass_context
 def main(context: click.Context, coord: str, token_file: str, **tls: str) -> None:

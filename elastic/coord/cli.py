@@ -33,6 +33,7 @@ from elastic.errors import (
     is_for_now,
 )
 from elastic.runtime.access import TLS_FLAGS, find_access, find_tls, read_token_file
+from elastic.runtime.access_options import tls_options, token_option
 from elastic.runtime.leaving import run_process
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.rpc import (
@@ -85,22 +86,6 @@ def default_store() -> str:
     return f"sqlite:{state}/elastic/coord.sqlite"
 
 
-def tls_options(command: Command) -> Command:
-    """Add the flags that name certificates."""
-    for name, what in (
-        ("ca", "CA of the peer's certificates; instead of DIR/ca.crt."),
-        ("key", "Instead of DIR/tls.key."),
-        ("cert", "Instead of DIR/tls.crt."),
-        ("dir", "Folder with ca.crt, tls.crt and tls.key, from 'elastic-coord certs'."),
-    ):
-        command = click.option(
-            f"--tls-{name}", envvar=f"ELASTIC_TLS_{name.upper()}", default="",
-            metavar="DIR" if name == "dir" else "FILE",
-            help=f"{what} [env: ELASTIC_TLS_{name.upper()}]",
-        )(command)  # fmt: skip
-    return command
-
-
 def store_options(command: Command) -> Command:
     """Add the flags that name the credentials for etcd."""
     for name, what in (
@@ -148,13 +133,7 @@ def main() -> None:
     help="sqlite:PATH, etcd://host:port,... or memory: [default: a file in the state directory]",
 )  # fmt: skip
 @store_options
-@click.option(
-    "--token-file",
-    envvar="ELASTIC_TOKEN_FILE",
-    default="",
-    metavar="FILE",
-    help="File with the join token, one long random word. [env: ELASTIC_TOKEN_FILE]",
-)
+@token_option
 @click.option(
     "--tokens", envvar="ELASTIC_TOKENS", default="", metavar="FILE",
     help="File of tokens with roles, from 'elastic-coord tokens'; read again when it changes. "
