@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +76,16 @@ class ClusterConnection:
     def is_embedded(self) -> bool:
         return bool(self.processes)
 
+    def log_of(self, name: str) -> Path:
+        """Return the path of a part's output."""
+        return (self.directory or Path()) / f"{name}.log"
+
+    def start(self, name: str, tether_fd: int, *command: str) -> None:
+        """Start a part, tied to this process by the pipe of `tether_fd`."""
+        tether = ("--tether-fd", str(tether_fd))
+        log = self.log_of(name)
+        self.processes.append(start_daemon(log, *command, *tether, fds=[tether_fd]))
+
     def check(self) -> None:
         """Check that the embedded processes still run; any thread.
 
@@ -87,7 +97,7 @@ class ClusterConnection:
                 raise Unavailable(
                     f"the embedded {name} (pid {process.pid}) {_how(process)} while a job ran, "
                     f"which ends with it: nothing here starts another one; run the script again "
-                    f"to resume from its newest checkpoint; {_last_words(self, name)}"
+                    f"to resume from its newest checkpoint; {last_words(self.log_of(name))}"
                 )
 
 
@@ -115,14 +125,13 @@ def start_cluster(
     try:
         workers = "auto" if num_workers is None else str(num_workers)
         # Both at once, so that their imports run in parallel.
-        _spawn(
-            cluster, theirs, "coordinator", "elastic.coord.cli", "serve",
-            "--listen", "127.0.0.1:0", "--store", "memory:", "--ready-file", str(ready),
-            "--token-file", str(token_file),
+        cluster.start(
+            "coordinator", theirs, "elastic.coord.cli", "serve", "--listen", "127.0.0.1:0",
+            "--store", "memory:", "--ready-file", str(ready), "--token-file", str(token_file),
         )  # fmt: skip
         amounts = ",".join(f"{name}={amount:g}" for name, amount in (resources or {}).items())
-        _spawn(
-            cluster, theirs, "agent", "elastic.agent.cli", "--coord-file", str(ready),
+        cluster.start(
+            "agent", theirs, "elastic.agent.cli", "--coord-file", str(ready),
             "--workers", workers, "--resources", amounts or "auto",
             "--token-file", str(token_file), "--node-id", "local",
             "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
@@ -148,24 +157,24 @@ def _pipe() -> tuple[int, int]:
     return first, second
 
 
-def child_environment() -> dict[str, str]:
-    """Return the environment for a daemon, without the variables of `NOT_FOR_US`."""
-    return {name: value for name, value in os.environ.items() if name not in NOT_FOR_US}
-
-
-def _spawn(cluster: ClusterConnection, tether_fd: int, name: str, module: str, *args: str) -> None:
-    directory = cluster.directory or Path()
-    with open(directory / f"{name}.log", "wb", opener=for_owner) as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *args, "--tether-fd", str(tether_fd)],
-            env=child_environment(),
+def start_daemon(log: Path, *command: str, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start the module of a daemon, in a session of its own; `log` receives its output."""
+    with open(log, "wb", opener=for_owner) as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={name: value for name, value in os.environ.items() if name not in NOT_FOR_US},
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=(tether_fd,),
+            pass_fds=fds,
             start_new_session=True,
         )
-    cluster.processes.append(process)
+
+
+def last_words(log: Path) -> str:
+    """Return the end of a daemon's output, as the end of a message."""
+    text = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
+    return f"its log ends:\n{text}"
 
 
 def _wait_ready(cluster: ClusterConnection, ready: Path) -> str:
@@ -201,7 +210,7 @@ def _startup_failure(
     """Return the text for a part of the embedded cluster that did not start."""
     is_slow = process.poll() is None
     how = f"within {START_TIMEOUT_S:g} s" if is_slow else f"and {_how(process)}"
-    return f"the embedded {name} did not come up {how}; {_last_words(cluster, name)}"
+    return f"the embedded {name} did not come up {how}; {last_words(cluster.log_of(name))}"
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:
@@ -211,12 +220,6 @@ def _how(process: subprocess.Popen[bytes]) -> str:
         return f"ended with exit code {code}"
     names = {int(one): one.name for one in signal.Signals}
     return f"was killed by {names.get(-code, f'signal {-code}')}"
-
-
-def _last_words(cluster: ClusterConnection, name: str) -> str:
-    log = (cluster.directory or Path()) / f"{name}.log"
-    log_text = log.read_text(errors="replace")[-LAST_WORDS_MAX:] if log.exists() else ""
-    return f"its log ends:\n{log_text}"
 
 
 def stop_cluster(cluster: ClusterConnection) -> None:

@@ -14,8 +14,6 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.client.embedded import START_TIMEOUT_S, child_environment
+from elastic.client.embedded import START_TIMEOUT_S, last_words, start_daemon
 from elastic.core.world import NodePhase
 from elastic.errors import Unavailable, UsageError
 from elastic.runtime.access import find_access
-from elastic.runtime.eventlog import for_owner
 from elastic.storage.run_record import RunOwner
 
 if TYPE_CHECKING:
@@ -37,7 +34,6 @@ RECORD = "started.json"
 STOP_TIMEOUT_S = 60.0
 """Longer than an agent's time for its workers to leave."""
 POLL_S = 0.05
-LAST_WORDS_MAX = 2000
 
 
 @dataclass(frozen=True)
@@ -210,17 +206,9 @@ def _has_this_node(client: Client) -> bool:
     return any(n.node.node_id == name and n.phase is NodePhase.READY for n in nodes)
 
 
-def _spawn(started: StartedCluster, part: str, module: str, *args: str) -> StartedCluster:
+def _spawn(started: StartedCluster, part: str, *command: str) -> StartedCluster:
     path = folder() / f"{part}.log"
-    with open(path, "wb", opener=for_owner) as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
-            env=child_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = start_daemon(path, *command)
     daemon = StartedDaemon(part, RunOwner.of(process.pid), str(path))
     started = StartedCluster(started.address, started.token_file, (*started.daemons, daemon))
     record = folder() / RECORD
@@ -238,9 +226,9 @@ def _wait_until(started: StartedCluster, is_there: Callable[[], bool]) -> None:
         if is_there():
             return
         time.sleep(POLL_S)
-    text = Path(daemon.log).read_text(errors="replace")[-LAST_WORDS_MAX:]
+    text = last_words(Path(daemon.log))
     stop_started(started, force=True)
-    raise Unavailable(f"the {daemon.part} did not come up; its log ends:\n{text}")
+    raise Unavailable(f"the {daemon.part} did not come up; {text}")
 
 
 def node_flags(
