@@ -25,6 +25,7 @@ from elastic.client.embedded import START_TIMEOUT_S, last_words, start_daemon
 from elastic.core.world import NodePhase
 from elastic.errors import Unavailable, UsageError
 from elastic.runtime.access import find_access
+from elastic.runtime.route import address_towards
 from elastic.storage.run_record import RunOwner
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ RECORD = "started.json"
 STOP_TIMEOUT_S = 60.0
 """Longer than an agent's time for its workers to leave."""
 POLL_S = 0.05
+ANYWHERE = "192.0.2.1"
+"""An address that no network has, to which the default route leads."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +160,10 @@ def stop_started(started: StartedCluster, *, force: bool = False) -> tuple[Start
 
 def own_address() -> str:
     """Return the address of this machine on its way to others, loopback if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))  # Sends nothing, but selects a route.
-            return str(sock.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    try:
+        return address_towards(ANYWHERE)
+    except OSError:
+        return "127.0.0.1"
 
 
 def _check_none() -> None:

@@ -4,8 +4,9 @@ What is where:
 
     gRPC          rpc (addresses, options, errors), stream, access (credentials) and its
                   access_options, certificates
-    sockets       listening, worker_ports, secret_server and secret_connection (between processes
-                  that know a secret), own_tls and peer_tls, copy_wire (snapshots between nodes)
+    sockets       listening, route (to find one's own address), worker_ports, secret_server and
+                  secret_connection (between processes that know a secret), own_tls and peer_tls,
+                  copy_wire (snapshots between nodes)
     the process   clock, tether (to the process that started it), ready, leaving, cgroup,
                   descriptors, snapshot_memory
     output        logging_thread, eventlog, exposition (metrics for Prometheus)

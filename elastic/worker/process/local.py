@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from elastic.core.world import (
 )
 from elastic.errors import ElasticError, GroupError, UsageError
 from elastic.runtime.clock import Clock, SystemClock
+from elastic.runtime.route import address_towards
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.mailboxes import ReportAnswer
 from elastic.worker.checkpoint.checkpoint_writer import CheckpointWriter
@@ -383,12 +383,8 @@ def _context(run: LocalRun, link: NoCoordinator, clock: Clock) -> WorkerContext:
 
 def _own_address() -> str:
     """Return the address of this machine on the way to torchrun's first node."""
-    leader = os.environ.get("MASTER_ADDR", "localhost")
     try:
-        family, _, _, _, where = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect(where)  # Sends nothing, but finds a way.
-            return str(sock.getsockname()[0])
+        return address_towards(os.environ.get("MASTER_ADDR", "localhost"))
     except OSError:
         return "127.0.0.1"
 
