@@ -6,16 +6,15 @@ read or write costs no more than a line in the log, and no wait.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
+from elastic.runtime.access import replace_file
 from elastic.runtime.rpc import plain_addresses
 
 log = logging.getLogger(__name__)
@@ -66,13 +65,10 @@ class AddressBook:
             return ()
 
     def _write(self, learned: tuple[str, ...]) -> bool:
-        draft = self._path.with_name(f"{self._path.name}.draft")
+        text = json.dumps({"named": self._named, "learned": list(learned)})
         try:
-            draft.write_text(json.dumps({"named": self._named, "learned": list(learned)}))
-            os.replace(draft, self._path)
+            replace_file(self._path, text.encode(), 0o644)
         except OSError as error:
             log.warning("coordinators_not_kept path=%s error=%r", self._path, str(error))
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
             return False
         return True

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
 
 from elastic.agent.device_health import DeviceWatch
 from elastic.runtime import cgroup
+from elastic.runtime.snapshot_memory import available_memory
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class HealthWatch:
             text = self._disk(folder)
             if text:
                 found.append(text)
-        available = memory_available(self._meminfo, self._cgroups)
+        available = available_memory(self._meminfo, self._cgroups)
         if available is not None and self._is_low("memory", available, MEMORY_BYTES_MIN):
             found.append("almost no memory is free")
         if self._devices is not None:
@@ -100,27 +101,6 @@ async def watch_health(watch: HealthWatch, on_change: Callable[[tuple[str, ...]]
             before = found
             on_change(found)
         await anyio.sleep(POLL_S)
-
-
-def memory_available(meminfo: Path, cgroups: Path = cgroup.ROOT) -> int | None:
-    """Return the available bytes of this machine or container, the smaller; None if unknown."""
-    amounts = (read_meminfo(meminfo).get("MemAvailable"), cgroup.memory_left(cgroups))
-    return min((amount for amount in amounts if amount is not None), default=None)
-
-
-def read_meminfo(path: Path = Path("/proc/meminfo")) -> Mapping[str, int]:
-    """Return the amounts of /proc/meminfo in bytes, empty if it cannot be read."""
-    amounts: dict[str, int] = {}
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return amounts
-    for line in lines:
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            amounts[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
-    return amounts
 
 
 def _existing(folder: Path) -> Path:

@@ -127,7 +127,7 @@ def run_path_of(storage_path: str, name: str) -> str:
     return f"{storage_path.rstrip('/')}/{name}"
 
 
-def directory_of(path: str) -> str:
+def directory_of(path: str | Path) -> str:
     """Return a run or study directory that a user names, as an absolute path or URL."""
-    parent, _, name = path.rstrip("/").rpartition("/")
-    return run_path_of(parent or ("/" if path.startswith("/") else "."), name)
+    parent, slash, name = str(path).rstrip("/").rpartition("/")
+    return run_path_of(parent or slash or ".", name)

@@ -143,15 +143,17 @@ def set_copying(descriptor: int, bringing: CopyMode) -> None:
     os.pwrite(descriptor, BRINGING.pack(bringing), COPYING_AT)
 
 
-def available_memory() -> int | None:
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"), cgroups: Path = cgroup.ROOT
+) -> int | None:
     """Return the available bytes of this node or container, None if unknown."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = meminfo.read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         left = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-    in_group = cgroup.memory_left()
+    in_group = cgroup.memory_left(cgroups)
     return left if in_group is None else min(left, in_group)
 
 

@@ -9,11 +9,9 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic.client.attempts import JobOf, RunAttempt, RunPlan, attempt, note_end
-from elastic.client.submission import run_path_of
 from elastic.core.world import JobPhase
 from elastic.errors import UsageError
 from elastic.storage.files import Files
@@ -111,9 +109,3 @@ def end_noted(run: LocalRun) -> Iterator[None]:
     finally:
         if torchrun_rank() in (None, 0):
             note_end(run.run_path, run.job_id, phase, reason)
-
-
-def absolute(path: str | Path) -> str:
-    """Return a run directory's path in the form that `run_path_of` gives it."""
-    parent, slash, name = str(path).rstrip("/").rpartition("/")
-    return run_path_of(parent or slash or ".", name)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic.client.attempts import TRAINER_FILE, RunPlan, attempt, note_end
 from elastic.client.output import LineCutter
-from elastic.client.submission import NAME_CHARS_MAX, run_path_of
+from elastic.client.submission import directory_of, plain_name, run_path_of
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, Refused, Unavailable, UsageError
@@ -30,7 +30,6 @@ from elastic.storage.files import Files
 from elastic.storage.options import as_environment
 from elastic.storage.run_record import RunOwner, RunPhase, read_run
 from elastic.train.beginning import (
-    absolute,
     announced,
     begin_again,
     begin_here,
@@ -205,7 +204,7 @@ class DataParallelTrainer:
             UsageError: there is no run, it has succeeded, or it has no readable stored trainer.
             StorageError: the directory cannot be read.
         """
-        files = Files(absolute(path))
+        files = Files(directory_of(path))
         record = read_run(files)
         if record is None or record.phase is RunPhase.SUCCEEDED:
             state = "no run is there (it has no run.json)" if record is None else "it has succeeded"
@@ -245,7 +244,7 @@ class DataParallelTrainer:
         Raises:
             StorageError: the directory cannot be read.
         """
-        files = Files(absolute(path))
+        files = Files(directory_of(path))
         record = read_run(files)
         if record is None or record.phase is RunPhase.SUCCEEDED:
             return False
@@ -635,9 +634,7 @@ class DataParallelTrainer:
             yield self.run_config.name
             return
         stem = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "run"
-        letters = (c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in stem)
-        stem = "".join(letters).lstrip("._-")[:NAME_CHARS_MAX] or "run"
-        name = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        name = f"{plain_name(stem)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         yield name
         for number in range(2, NAMES_TRIED + 1):
             yield f"{name}-{number}"

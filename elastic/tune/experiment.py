@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic.client.submission import directory_of
 from elastic.core.study import ITERATION, Trial
 from elastic.errors import TuneError, UsageError
 from elastic.storage.study_log import StudyLog
-from elastic.train.beginning import absolute
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import CheckpointConfig, FailureConfig, RunConfig, SyncConfig
 from elastic.tune.config import TuneConfig
@@ -64,7 +64,7 @@ class ExperimentAnalysis(ResultGrid):
         Raises:
             UsageError: no study is there.
         """
-        log = StudyLog(absolute(path))
+        log = StudyLog(directory_of(path))
         if not log.is_there:
             raise UsageError(
                 f"ExperimentAnalysis({str(path)!r}): no study is there (it has no study.jsonl); "

@@ -13,13 +13,12 @@ from typing import Any
 import cloudpickle
 
 from elastic.client.jobs import Client
-from elastic.client.submission import plain_name, run_path_of
+from elastic.client.submission import directory_of, plain_name, run_path_of
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.filesystems import url_in
 from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
-from elastic.train.beginning import absolute
 from elastic.train.cluster import check_fits, require_cluster
 from elastic.train.config import RunConfig
 from elastic.train.trainer import DEFAULT_STORAGE, DataParallelTrainer
@@ -131,7 +130,7 @@ class Tuner:
             UsageError: there is no study at `path`.
             StorageError: the directory cannot be read.
         """
-        where = absolute(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
+        where = directory_of(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
         log = StudyLog(where)
         if not log.is_there:
             raise UsageError(
@@ -157,7 +156,7 @@ class Tuner:
         Raises:
             StorageError: the directory cannot be read.
         """
-        where = absolute(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
+        where = directory_of(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
         return StudyLog(where).is_there and Files(where).exists(TUNER_FILE)
 
     def get_results(self) -> ResultGrid:
