@@ -20,7 +20,7 @@ from elastic.client.jobs import Client, new_job_id
 from elastic.client.polling import wait_until
 from elastic.client.printer import JobPrinter
 from elastic.client.show import job_as_dict
-from elastic.client.submission import SubmitOptions, job_spec
+from elastic.client.submission import DEFAULT_STORAGE, SubmitOptions, job_spec
 from elastic.client.terminal import (
     EXIT_INTERRUPTED,
     EXIT_TIMEOUT,
@@ -88,7 +88,7 @@ class SubmitCommand(click.Command):
 )  # fmt: skip
 @click.option("--num-to-keep", default=-1, help="Checkpoints that are kept; -1 for all.")
 @click.option(
-    "--storage-path", default="~/elastic_results", metavar="PATH|URL",
+    "--storage-path", default=DEFAULT_STORAGE, metavar="PATH|URL",
     help="Parent of the run directory; all nodes must reach it.",
 )  # fmt: skip
 @click.option(

@@ -14,6 +14,7 @@ import click
 
 from elastic.client.job_options import job_options
 from elastic.client.output_router import PREFIX
+from elastic.client.submission import DEFAULT_STORAGE
 from elastic.client.torchrun import AS_MANY, IGNORED
 from elastic.client.values import parse_ranks
 
@@ -57,7 +58,7 @@ OURS = (
     _our("--max", "max_workers", type=click.IntRange(min=1), help="Most workers, in all."),
     _our("--name", default="", help="Name of the run; one that did not succeed is resumed."),
     _our(
-        "--storage", "--storage-path", "storage", default="~/elastic_results", show_default=True,
+        "--storage", "--storage-path", "storage", default=DEFAULT_STORAGE, show_default=True,
         metavar="PATH|URL", help="Parent of the run directory; all nodes must reach it.",
     ),
     _our("--detach", is_flag=True, help="Print the job's id and leave it to the cluster."),

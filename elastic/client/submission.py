@@ -18,6 +18,7 @@ from elastic.core.world import Entry, EntryKind, JobId
 from elastic.errors import ConfigError, UsageError
 
 NAME_CHARS_MAX = 60
+DEFAULT_STORAGE = "~/elastic_results"
 
 
 @dataclass(frozen=True, kw_only=True)

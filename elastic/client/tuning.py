@@ -12,7 +12,7 @@ import click
 from rich.markup import escape
 
 from elastic.client.study_show import config_line, headline, study_as_dict, study_table
-from elastic.client.submission import directory_of, run_path_of
+from elastic.client.submission import DEFAULT_STORAGE, directory_of, run_path_of
 from elastic.client.terminal import (
     EXIT_FAILED,
     ClusterTarget,
@@ -24,8 +24,6 @@ from elastic.client.terminal import (
 from elastic.errors import Refused, UsageError
 from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
-
-DEFAULT_STORAGE = "~/elastic_results"
 
 
 @click.group()

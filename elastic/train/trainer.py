@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic.client.attempts import TRAINER_FILE, RunPlan, attempt, note_end
 from elastic.client.output import LineCutter
-from elastic.client.submission import directory_of, plain_name, run_path_of
+from elastic.client.submission import DEFAULT_STORAGE, directory_of, plain_name, run_path_of
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, Refused, Unavailable, UsageError
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from elastic.worker.engine.context import WorkerContext
     from elastic.worker.process.local import LocalRun
 
-DEFAULT_STORAGE = "~/elastic_results"
 NAMES_TRIED = 20
 """Runs of one script that start within the same second automatically get different names."""
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from elastic.errors import ConfigError, UsageError
+from elastic.errors import UsageError
 from elastic.storage.validation import ValidationRequest
 from elastic.train.checkpoint import Checkpoint
+from elastic.train.expecting import expect_names, refuse, take_default, take_int, take_seconds
 from elastic.train.metrics import to_json
 from elastic.worker.checkpoint.validating import ValidationPlan
 
@@ -35,21 +36,9 @@ class ValidationTaskConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.fn_kwargs is None:
-            object.__setattr__(self, "fn_kwargs", {})
-        if not isinstance(self.fn_kwargs, Mapping) or not all(
-            isinstance(name, str) for name in self.fn_kwargs
-        ):
-            raise ConfigError(
-                f"ValidationTaskConfig: fn_kwargs={self.fn_kwargs!r}: expected keywords, such as "
-                f'{{"split": "test"}}'
-            )
-        t = self.timeout_s
-        is_number = isinstance(t, (int, float)) and not isinstance(t, bool)
-        if t is not None and not (is_number and 0 < t < float("inf")):
-            raise ConfigError(
-                f"ValidationTaskConfig: timeout_s={t!r}: expected None (never) or seconds > 0"
-            )
+        keywords = expect_names(self, "fn_kwargs", 'keywords, such as {"split": "test"}')
+        object.__setattr__(self, "fn_kwargs", keywords)
+        take_seconds(self, "timeout_s", "None (never) or seconds > 0", none=True)
 
 
 @dataclass(frozen=True)
@@ -73,21 +62,10 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.task_config is None:
-            object.__setattr__(self, "task_config", ValidationTaskConfig())
         if not callable(self.fn):
-            raise ConfigError(
-                f"ValidationConfig: fn is a {type(self.fn).__name__}, expected a function that "
-                f"takes a checkpoint and returns a dict of metrics"
-            )
-        if not isinstance(self.task_config, ValidationTaskConfig):
-            raise ConfigError(
-                f"ValidationConfig: task_config is a {type(self.task_config).__name__}, expected "
-                f"a ValidationTaskConfig"
-            )
-        n = self.max_in_flight
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ConfigError(f"ValidationConfig: max_in_flight={n!r}: expected an int >= 1")
+            refuse(self, "fn", "a function that takes a checkpoint and returns a dict of metrics")
+        take_default(self, "task_config", ValidationTaskConfig)
+        take_int(self, "max_in_flight", "an int >= 1", low=1)
 
     def plan(self) -> ValidationPlan:
         """Return this in the form that workers use."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from elastic.core.study import Trial
 from elastic.errors import ConfigError
+from elastic.train.expecting import expect, refuse, take_int, take_seconds
 from elastic.tune.schedulers import TrialScheduler
 from elastic.tune.search import Searcher, check_searcher
 
@@ -47,31 +48,24 @@ class TuneConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are not valid."""
         if self.mode not in (None, "min", "max"):
-            raise ConfigError(f"TuneConfig: mode={self.mode!r}: expected 'min' or 'max'")
-        if self.metric is not None and not isinstance(self.metric, str):
-            raise ConfigError(f"TuneConfig: metric={self.metric!r}: expected the name of a metric")
+            refuse(self, "mode", "'min' or 'max'")
+        expect(self, "metric", str, "the name of a metric", none=True)
         if self.metric is not None and self.mode is None:
             raise ConfigError(
                 f"TuneConfig: metric={self.metric!r} without a mode: expected mode='min' or 'max'"
             )
-        samples, limit = self.num_samples, self.max_concurrent_trials
-        if not isinstance(samples, int) or isinstance(samples, bool) or samples < -1 or not samples:
-            raise ConfigError(
-                f"TuneConfig: num_samples={samples!r}: expected an int >= 1, or -1 for no end"
-            )
-        if limit is not None and (not isinstance(limit, int) or limit < 0):
-            raise ConfigError(
-                f"TuneConfig: max_concurrent_trials={limit!r}: expected an int >= 1, or None"
-            )
+        whole = "an int >= 1, or -1 for no end"
+        take_int(self, "num_samples", whole, low=-1)
+        if not self.num_samples:
+            refuse(self, "num_samples", whole)
+        take_int(self, "max_concurrent_trials", "an int >= 1, or None", low=0, none=True)
         if self.search_alg is not None:
             check_searcher(self.search_alg)
-        if self.scheduler is not None and not isinstance(self.scheduler, TrialScheduler):
-            raise ConfigError(
-                f"TuneConfig: scheduler={self.scheduler!r}: expected one of tune.schedulers, such "
-                f"as ASHAScheduler()"
-            )
+        one = "one of tune.schedulers, such as ASHAScheduler()"
+        expect(self, "scheduler", TrialScheduler, one, none=True)
         if isinstance(self.time_budget_s, timedelta):
             object.__setattr__(self, "time_budget_s", self.time_budget_s.total_seconds())
+        take_seconds(self, "time_budget_s", "seconds >= 0, or None", zero=True, none=True)
 
 
 class PlacementGroupFactory:

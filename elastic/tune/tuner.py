@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 
 from elastic.client.jobs import Client
-from elastic.client.submission import directory_of, plain_name, run_path_of
+from elastic.client.submission import DEFAULT_STORAGE, directory_of, plain_name, run_path_of
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.filesystems import url_in
@@ -21,7 +21,7 @@ from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
 from elastic.train.cluster import check_fits, require_cluster
 from elastic.train.config import RunConfig
-from elastic.train.trainer import DEFAULT_STORAGE, DataParallelTrainer
+from elastic.train.trainer import DataParallelTrainer
 from elastic.tune import space as spaces
 from elastic.tune.callback import Callbacks
 from elastic.tune.config import TuneConfig
