@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
+from elastic.core.policy.packing import NodeCapacity
 from elastic.core.study import ITERATION, TOTAL_S, LoggedConfig, Trial
 from elastic.core.view import NodeView
 from elastic.core.world import NodePhase
@@ -257,14 +258,18 @@ def _scaling(resources: Any) -> ScalingConfig:
 
 def room_for(spec: JobSpec, nodes: Sequence[NodeView]) -> int:
     """Return how many jobs of this size fit on the cluster if it ran nothing else; at least 1."""
-    amounts = spec.resources_per_worker.as_dict()
     workers = 0
     for view in nodes:
-        if view.phase is not NodePhase.READY or view.cordoned:
-            continue
-        has = view.node.resources.as_dict()
-        fits = [int(has.get(name, 0.0) / amount) for name, amount in amounts.items() if amount]
-        workers += min([view.node.num_slots, *fits])
+        node = NodeCapacity(
+            view.node.node_id,
+            view.node.num_slots,
+            view.node.resources,
+            accelerator_type=view.node.accelerator_type,
+            labels=view.node.labels,
+            cordoned=view.cordoned,
+        )
+        if view.phase is NodePhase.READY and node.matches(spec):
+            workers += node.capacity(spec.resources_per_worker)
     return max(1, workers // spec.min_workers)
 
 
