@@ -16,7 +16,6 @@ from elastic.agent.copy_store import CopyStore
 from elastic.agent.local_snapshots import LocalSnapshots
 from elastic.errors import Refused
 from elastic.runtime.copy_wire import (
-    ASK,
     FETCH,
     LIST,
     PUSH,
@@ -110,9 +109,7 @@ class CopyServer:
             line.answer(key, refused=f"{CONNECTIONS_MAX} copies are being brought or fetched here")
             return
         try:
-            if request.verb == ASK:
-                line.answer(key, CopyAnswer(self._store.mark_of(request.job_id)))
-            elif request.verb == LIST:
+            if request.verb == LIST:
                 own = self._own.list(request.job_id) if self._own is not None else ()
                 line.answer(key, CopyAnswer(copies=(*self._store.list(request.job_id), *own)))
             elif request.verb in (FETCH, TEXT):

@@ -187,18 +187,6 @@ class CopyStore:
             if mark is not None
         )
 
-    def mark_of(self, job_id: str) -> SnapshotMark:
-        """Return the mark of the newest copy of the state that a job's members share.
-
-        Raises:
-            Refused: there is none.
-        """
-        with self._lock:
-            mark = self._holding(job_id, "").mark()
-        if mark is None:
-            raise Refused("no copy of this job has come here yet")
-        return mark
-
     def list(self, job_id: str) -> tuple[tuple[str, SnapshotMark], ...]:
         """Return source and mark of every complete copy of a job."""
         with self._lock:

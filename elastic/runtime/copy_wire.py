@@ -36,7 +36,7 @@ BODY_S = 10.0
 RATE_MIN = 10_000_000
 """Bytes per second: the timeout of a body is `BODY_S`, plus its bytes at this rate."""
 NICENESS = 10
-ASK, LIST, FETCH, TEXT, PUSH = "ask", "list", "fetch", "text", "push"
+LIST, FETCH, TEXT, PUSH = "list", "fetch", "text", "push"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class CopyRequest:
     """A client's request.
 
     Attributes:
-        verb: `ask` for the mark of the newest copy, `list` all copies, `fetch` one, `text` to fetch
-            only its skeleton (what is no tensor), or `push` one.
+        verb: `list` all copies, `fetch` one, `text` to fetch only its skeleton (what is no
+            tensor), or `push` one.
         mark: of the copy that is fetched or pushed.
         source: the node whose rows these are, "" for state that all members share.
     """

@@ -117,11 +117,9 @@ def test_a_copy_that_cannot_be_had_leaves_storage(
         peer.store.grant(JobId("j1"), "of the next coordinator")
     elif how == "silent":
         monkeypatch.setattr(secret_connection, "TALK_S", 0.1)
-        monkeypatch.setattr(
-            peer.store, "mark_of", lambda job_id: threading.Event().wait(DEADLINE_S)
-        )
+        monkeypatch.setattr(peer.store, "list", lambda job_id: threading.Event().wait(DEADLINE_S))
     else:
-        mark = peer.store.mark_of("j1")
+        ((_, mark),) = peer.store.list("j1")
         with peer.store.reading("j1", mark) as (body, _):
             body[100] ^= 4
     found = restored(run, [Snapshotter((), None)], [(address,)], monkeypatch)

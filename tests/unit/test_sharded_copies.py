@@ -162,8 +162,6 @@ def test_two_newest_copies_of_each_source_are_held_and_given(store: CopyStore) -
         pass
     with pytest.raises(Refused, match="a newer copy has come"), store.reading(JOB, mark(1), "a"):
         pass
-    with pytest.raises(Refused, match="no copy of this job"):
-        store.mark_of(JOB)
 
 
 def test_the_newest_rows_stay_where_a_snapshot_was_left_out(store: CopyStore) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from elastic.core.world import JobId
 from elastic.errors import ElasticError, check
 from elastic.runtime.copy_wire import (
-    ASK,
     FETCH,
     LIST,
     TEXT,
@@ -109,6 +108,15 @@ class PeerCopies:
             here: of the snapshots in this node's own memory, which no agent need give.
         """
         found = []
+        for address, copies in self._listed():
+            for source, mark in copies:
+                is_wanted = source and not (source == self._node_id and mark in here)
+                shard = self._shard(address, source, mark) if is_wanted else None
+                found += [shard] if shard is not None else []
+        return found
+
+    def _listed(self) -> Iterator[tuple[str, tuple[tuple[str, SnapshotMark], ...]]]:
+        """Yield each agent that can be reached, with source and mark of each of its copies."""
         for address in self._addresses:
             try:
                 with self._calling(address) as line:
@@ -116,11 +124,7 @@ class PeerCopies:
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
                 continue
-            for source, mark in copies:
-                is_wanted = source and not (source == self._node_id and mark in here)
-                shard = self._shard(address, source, mark) if is_wanted else None
-                found += [shard] if shard is not None else []
-        return found
+            yield address, copies
 
     def _shard(self, address: str, source: str, mark: SnapshotMark) -> ShardCopy | None:
         """Return what describes a copy; None if it is not there any more, or no such copy."""
@@ -147,13 +151,10 @@ class PeerCopies:
 
     def newest(self) -> int:
         """Return the steps of the newest copy that can be reached, -1 if there is none."""
-        for address in self._addresses:
-            try:
-                with self._calling(address) as line:
-                    mark = line.request(CopyRequest(ASK, self._job_id), self._key).mark
-            except (ElasticError, OSError) as error:
-                log.warning("copy_unreachable address=%s error=%r", address, str(error))
-                continue
+        for address, copies in self._listed():
+            shared = [mark for source, mark in copies if not source]
+            # Of a later generation with fewer steps: the group went on from an older state.
+            mark = max(shared, key=lambda one: (one.generation, one.number), default=None)
             if mark is not None and (self._best is None or mark.steps > self._best[1].steps):
                 self._best = address, mark
         return self._best[1].steps if self._best is not None else -1
