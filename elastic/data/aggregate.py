@@ -202,7 +202,7 @@ class Std(_OfColumn):
 
     @property
     def kernel(self) -> Any:  # type: ignore[override]
-        """Return Arrow's."""
+        """Return Arrow's kernel."""
         options = _compute().VarianceOptions(ddof=self._ddof, skip_nulls=self._ignore_nulls)
         return self.on, "stddev", options
 
@@ -220,7 +220,7 @@ class Count(_OfColumn):
 
     @property
     def kernel(self) -> Any:  # type: ignore[override]
-        """Return Arrow's."""
+        """Return Arrow's kernel."""
         if self.on is None:
             return [], "count_all", None
         mode = "only_valid" if self._ignore_nulls else "all"
@@ -238,7 +238,7 @@ class CountDistinct(Count):
 
     @property
     def kernel(self) -> Any:  # type: ignore[override]
-        """Return Arrow's."""
+        """Return Arrow's kernel."""
         column, _, options = super().kernel
         return column, "count_distinct", options
 

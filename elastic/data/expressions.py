@@ -42,8 +42,8 @@ class Functions:
     """Functions of pyarrow.compute with one value for each row, as methods of an expression.
 
     Attributes:
-        prefixes: of their names there, which a method's name is without.
-        names: those of methods that are called otherwise there.
+        prefixes: what Arrow's names may have before a method's name.
+        names: Arrow's names of methods that differ otherwise.
     """
 
     prefixes: ClassVar[tuple[str, ...]] = ("",)
@@ -54,7 +54,7 @@ class Functions:
         self._expr = expr
 
     def __getattr__(self, name: str) -> Callable[..., Expr]:
-        """Return what calls a function with the expression.
+        """Return a function that makes the expression of a call.
 
         Raises:
             AttributeError: Arrow has no such function.
@@ -88,7 +88,7 @@ class Expr(Functions):
     __array_ufunc__ = None  # NumPy's numbers leave operators to ours.
 
     def __init__(self) -> None:
-        """Be what Arrow's functions are called with."""
+        """Create the expression; functions are called with it, not with another one."""
 
     @property
     def _expr(self) -> Expr:  # type: ignore[override]
@@ -119,11 +119,11 @@ class Expr(Functions):
         return Call("cast", self, target_type, safe=safe)
 
     def is_in(self, values: Any) -> Expr:
-        """Return whether each value is one of a list."""
+        """Return whether each value is in a list."""
         return Call(_is_in, self, values)
 
     def not_in(self, values: Any) -> Expr:
-        """Return whether each value is none of a list."""
+        """Return whether each value is not in a list."""
         return ~self.is_in(values)
 
     @property
@@ -668,7 +668,7 @@ def _typed(value: Any) -> Any:
 
 
 def _plus(left: Any, right: Any) -> Any:
-    """Return a sum, or texts one behind the other."""
+    """Add numbers, or concatenate strings."""
     compute, types = _compute(), arrow().types
     left, right = _typed(left), _typed(right)
     if any(types.is_string(one.type) or types.is_large_string(one.type) for one in (left, right)):

@@ -38,7 +38,7 @@ class Preprocessor(ABC):
     """Whether there is anything to learn."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Start unfitted."""
         self.stats_: dict[str, Any] | None = None
 
     def fit(self, ds: Dataset) -> Preprocessor:
@@ -74,7 +74,7 @@ class Preprocessor(ABC):
 
     @staticmethod
     def deserialize(serialized: bytes | str) -> Preprocessor:
-        """Return a preprocessor from what `serialize` gave; only from one that you trust.
+        """Return a preprocessor from the result of `serialize`; unpickling can run code.
 
         Raises:
             UsageError: it is none.

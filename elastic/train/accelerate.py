@@ -112,7 +112,7 @@ class _InGroup(Accelerator):
         return _where(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[..., Any]) -> Any:
-        """Decorate a function that only the first worker calls: of one process it is the last."""
+        """Decorate a function that only the first worker calls: accelerate sees one process."""
         return _where(lambda: self.is_last_process, function)
 
     def on_process(  # type: ignore[override]

@@ -159,9 +159,9 @@ class CheckpointWriter:
             return not self._outstanding
 
     def close(self) -> None:
-        """Let the thread end once it has written what it was given; nothing is given after this.
+        """End the thread, and the committer's, once all queued snapshots are written.
 
-        So does the committer's.
+        Nothing may be queued after this.
         """
         self._queue.put(None)
         if self._thread is None or not self._thread.is_alive():

@@ -136,7 +136,7 @@ class Committer:
     # ------------------------------------------------------------------- any thread
 
     def enter(self, generation: Generation, recorded: Sequence[str], *, leads: bool) -> None:
-        """Be in this group from here on.
+        """Enter a group.
 
         Args:
             generation: of the group.
@@ -217,7 +217,7 @@ class Committer:
         )
 
     def close(self) -> None:
-        """Let the thread end once it has committed what it was given; nothing is given after."""
+        """End the thread once all that is queued is committed; nothing may be queued after this."""
         with self._changed:
             self._waiting.append(None)
             self._changed.notify_all()

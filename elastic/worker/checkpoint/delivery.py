@@ -230,7 +230,7 @@ class BackgroundDelivery:
         return self.outcome
 
     def give_up(self, why: str) -> None:
-        """Let nothing come of it any more; again is no harm."""
+        """Abandon the upload; idempotent."""
         if self._given_up:
             return
         self._given_up = True
