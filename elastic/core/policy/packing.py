@@ -148,7 +148,7 @@ class WorkerPlacer:
 
         Args:
             spec: needs and strategy.
-            space: free capacity; only read here.
+            space: free capacity.
             hosting: workers of the job that are counted already, by node.
             barred: nodes that are reserved for another job.
             pinned: other workers of the job are on nodes that do not answer.
@@ -177,8 +177,17 @@ class WorkerPlacer:
         self._zones = [(ranked, zone) for zone, ranked in self._listed.items()]
         heapq.heapify(self._zones)
 
-    def next(self) -> NodeId | None:
-        """Return the node for one more worker, None when there is none; takes nothing."""
+    def place(self, count: int) -> list[NodeId]:
+        """Take capacity for up to `count` new workers; return their nodes."""
+        chosen: list[NodeId] = []
+        while len(chosen) < count and (node_id := self._next()) is not None:
+            self._space.take(node_id, self._spec.resources_per_worker, is_new=True)
+            self.host(node_id)
+            chosen.append(node_id)
+        return chosen
+
+    def _next(self) -> NodeId | None:
+        """Return the node for one more worker, None when there is none."""
         while self._zones:
             before, zone = self._zones[0]
             if self._listed.get(zone) != before:
@@ -230,8 +239,9 @@ class WorkerPlacer:
         return zone_of(node.labels) if self._spreads and node is not None else NO_ZONE
 
     def _key(self, node_id: NodeId) -> Key:
-        load, slots = self.hosting.get(node_id, 0), self._space.slots[node_id]
-        return int(self._space.idle[node_id] <= 0), load if self._spreads else -load, -slots
+        load = self.hosting.get(node_id, 0)
+        room = self._space.capacity(node_id, self._spec.resources_per_worker)
+        return int(self._space.idle[node_id] <= 0), load if self._spreads else -load, -room
 
     def _ranked(self, zone: str, key: Key, node_id: NodeId) -> Ranked:
         is_taken, load, slots = key

@@ -6,15 +6,20 @@ never hold half a group each and wait for one another.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import workers
-from elastic.core.policy.packing import fitting, together
-from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
+from elastic.core.policy.packing import (
+    FreeCapacity,
+    NodeCapacity,
+    WorkerPlacer,
+    fitting,
+    together,
+)
+from elastic.core.world import Node, NodeId, Resources, Strategy
 
 
 @dataclass(frozen=True)
@@ -57,18 +62,9 @@ def place(spec: JobSpec, offers: Sequence[NodeOffer], have: int) -> Decision[tup
     want = spec.max_workers - have
     if want <= 0:
         return Decision((), f"all {spec.max_workers} workers exist")
-    ordered = sorted(offers, key=lambda o: o.node_id)
-    fitting = [o for o in ordered if _matches(spec, o)]
-    capacity = {o.node_id: _capacity(spec, o) for o in fitting}
-    if spec.strategy is Strategy.STRICT_SPREAD:
-        capacity = {o.node_id: min(capacity[o.node_id], 0 if o.hosting else 1) for o in fitting}
-    elif spec.strategy is Strategy.STRICT_PACK:
-        away = have > sum(o.hosting for o in offers)
-        capacity = dict.fromkeys(capacity, 0) if away else _one_node(offers, capacity)
-    # Workers count where they are, also on nodes that take no more of them.
-    chosen = _spread_out(ordered, capacity, want, spread=spec.strategy in _SPREADING)
+    chosen = _chosen(spec, offers, want, have)
     if have + len(chosen) < spec.min_workers:
-        return Decision((), explain_shortage(spec, offers, capacity, have))
+        return Decision((), explain_shortage(spec, offers, len(chosen), have))
     if not chosen:
         how = f"by {spec.strategy.value} would need free slots"
         return Decision((), f"has {have} workers, no fewer than its min; {want} more {how}")
@@ -78,7 +74,20 @@ def place(spec: JobSpec, offers: Sequence[NodeOffer], have: int) -> Decision[tup
     return Decision(tuple(chosen), reason)
 
 
-_SPREADING = (Strategy.SPREAD, Strategy.STRICT_SPREAD)
+def _chosen(spec: JobSpec, offers: Sequence[NodeOffer], want: int, have: int) -> list[NodeId]:
+    """Return a node for each of so many workers, for as many as fit."""
+    hosting = {o.node_id: o.hosting for o in offers if o.hosting}
+    if spec.strategy is Strategy.STRICT_PACK and have > sum(hosting.values()):
+        return []  # The job's node does not answer now: it must not start on another.
+    space = FreeCapacity(
+        [
+            NodeCapacity(
+                o.node_id, o.free_slots, o.free, o.free_slots, o.accelerator_type, o.labels
+            )
+            for o in offers
+        ]
+    )
+    return WorkerPlacer(spec, space, hosting, barred={}, pinned=have > 0).place(want)
 
 
 def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
@@ -104,64 +113,15 @@ def _matches(spec: JobSpec, offer: NodeOffer) -> bool:
     return set(spec.label_selector) <= set(offer.labels)
 
 
-def _capacity(spec: JobSpec, offer: NodeOffer) -> int:
-    """Return how many workers of this job still fit onto the node."""
-    return fitting(offer.free_slots, dict(offer.free.milli), spec.resources_per_worker)
+def explain_shortage(spec: JobSpec, offers: Sequence[NodeOffer], fits: int, have: int) -> str:
+    """Return in one line why min workers do not fit, and what would help.
 
-
-def _one_node(offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int]) -> dict[NodeId, int]:
-    """Keep capacity on a single node: the one that hosts the job already, else the largest.
-
-    If the job's node does not answer now, the caller keeps none: it must not start on another.
+    Args:
+        spec: needs and strategy.
+        offers: nodes that may be used.
+        fits: how many more workers fit now.
+        have: workers of the job that live already.
     """
-    hosting = sorted(o.node_id for o in offers if o.hosting)
-    roomiest = sorted(capacity, key=lambda n: (-capacity[n], n))
-    chosen = (hosting or roomiest)[:1]
-    return {n: capacity[n] if n in chosen else 0 for n in capacity}
-
-
-def _spread_out(
-    offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int], want: int, *, spread: bool
-) -> list[NodeId]:
-    """Deal `want` workers: SPREAD to the emptiest node each time, PACK to the fullest that fits.
-
-    The emptiest node is one of the emptiest zone, where nodes have that label.
-    """
-    sign = 1 if spread else -1
-    room = dict(capacity)
-    loads: dict[str, int] = {}
-    heaps: dict[str, list[tuple[int, int, NodeId]]] = {}
-    for o in offers:
-        zone = zone_of(o.labels) if spread else NO_ZONE
-        loads[zone] = loads.get(zone, 0) + (o.hosting if spread else 0)
-        if room.get(o.node_id, 0) > 0:
-            heaps.setdefault(zone, []).append((sign * o.hosting, -room[o.node_id], o.node_id))
-    for heap in heaps.values():
-        heapq.heapify(heap)
-    # The best node of the best zone is on top; taking a slot does not change other zones' order.
-    zones = [(loads[zone], heap[0], zone) for zone, heap in heaps.items()]
-    heapq.heapify(zones)
-    chosen: list[NodeId] = []
-    while zones and len(chosen) < want:
-        _, (load, _, node_id), zone = heapq.heappop(zones)
-        heap = heaps[zone]
-        room[node_id] -= 1
-        loads[zone] += int(spread)
-        chosen.append(node_id)
-        if room[node_id]:
-            heapq.heapreplace(heap, (load + sign, -room[node_id], node_id))
-        else:
-            heapq.heappop(heap)
-        if heap:
-            heapq.heappush(zones, (loads[zone], heap[0], zone))
-    return chosen
-
-
-def explain_shortage(
-    spec: JobSpec, offers: Sequence[NodeOffer], capacity: Mapping[NodeId, int], have: int
-) -> str:
-    """Return in one line why min workers do not fit, and what would help."""
-    fits = sum(capacity.values())
     need = spec.min_workers - have
     if not offers:
         return f"needs {need} more workers, no node is connected: start an elastic-agent"

@@ -281,15 +281,7 @@ class _Plan:
             draft.placer = WorkerPlacer(
                 spec, self.space, draft.hosting(), barred=barred, pinned=demand.away > 0
             )
-        chosen: list[NodeId] = []
-        while len(chosen) < count:
-            node_id = draft.placer.next()
-            if node_id is None:
-                break
-            self.space.take(node_id, spec.resources_per_worker, is_new=True)
-            draft.placer.host(node_id)
-            chosen.append(node_id)
-        return chosen
+        return draft.placer.place(count)
 
     # ------------------------------------------------------------ results and reasons
 
