@@ -260,14 +260,7 @@ def room_for(spec: JobSpec, nodes: Sequence[NodeView]) -> int:
     """Return how many jobs of this size fit on the cluster if it ran nothing else; at least 1."""
     workers = 0
     for view in nodes:
-        node = NodeCapacity(
-            view.node.node_id,
-            view.node.num_slots,
-            view.node.resources,
-            accelerator_type=view.node.accelerator_type,
-            labels=view.node.labels,
-            cordoned=view.cordoned,
-        )
+        node = NodeCapacity.of(view.node, cordoned=view.cordoned)
         if view.phase is NodePhase.READY and node.matches(spec):
             workers += node.capacity(spec.resources_per_worker)
     return max(1, workers // spec.min_workers)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy import failure, membership, placement, ranks, retention
 from elastic.core.policy.membership import WAITING_PHASES, Candidate, CurrentGroup, GroupAction
+from elastic.core.policy.packing import NodeCapacity
 from elastic.core.policy.placement import NodeOffer
 from elastic.core.world import (
     CheckpointRecord,
@@ -229,13 +230,15 @@ def offers(draw: st.DrawFn) -> list[NodeOffer]:
         total = draw(st.integers(0, 4))
         found.append(
             NodeOffer(
-                node_id,
+                NodeCapacity(
+                    node_id,
+                    slots=draw(st.integers(0, 6)),
+                    resources=Resources.of({"GPU": total}),
+                    accelerator_type=draw(st.sampled_from(["", "H100"])),
+                    labels=draw(st.sampled_from([(), (("zone", "x"),)])),
+                ),
                 free_slots=draw(st.integers(0, 4)),
                 free=Resources.of({"GPU": draw(st.integers(0, total))}),
-                total=Resources.of({"GPU": total}),
-                slots=draw(st.integers(0, 6)),
-                accelerator_type=draw(st.sampled_from(["", "H100"])),
-                labels=draw(st.sampled_from([(), (("zone", "x"),)])),
                 hosting=draw(st.sampled_from([0, 0, 1, 2])),
             )
         )
@@ -244,9 +247,9 @@ def offers(draw: st.DrawFn) -> list[NodeOffer]:
 
 def room_on(job: JobSpec, offer: NodeOffer) -> int:
     """Return what fits by trying: one worker more, and one more, until something is short."""
-    if job.accelerator_type not in ("", offer.accelerator_type):
+    if job.accelerator_type not in ("", offer.empty.accelerator_type):
         return 0
-    if any(label not in offer.labels for label in job.label_selector):
+    if any(label not in offer.empty.labels for label in job.label_selector):
         return 0
     free, count = offer.free, 0
     while count < offer.free_slots and all(
@@ -279,8 +282,8 @@ def test_workers_are_placed_within_what_is_free_by_the_strategy_and_all_or_nothi
     need = Resources.of({"GPU": data.draw(st.sampled_from([0, 0.5, 1, 2]))})
     if strategy is Strategy.STRICT_PACK:
         # Such a job is on one node at most; a second one would be a bug before this one.
-        hosts = [o.node_id for o in found if o.hosting][1:]
-        found = [o for o in found if o.node_id not in hosts]
+        hosts = [o.empty.node_id for o in found if o.hosting][1:]
+        found = [o for o in found if o.empty.node_id not in hosts]
     job = data.draw(
         specs(
             strategy=strategy,
@@ -295,20 +298,20 @@ def test_workers_are_placed_within_what_is_free_by_the_strategy_and_all_or_nothi
     assert placement.place(job, shuffled, have) == decision
     assert decision.reason
 
-    by_id = {offer.node_id: offer for offer in found}
+    by_id = {offer.empty.node_id: offer for offer in found}
     placed = Counter(decision.value)
     for node_id, count in placed.items():
         assert count <= room_on(job, by_id[node_id])
     assert len(decision.value) == most_that_fit(job, found, have)
-    used = set(placed) | {o.node_id for o in found if o.hosting}
+    used = set(placed) | {o.empty.node_id for o in found if o.hosting}
     if strategy is Strategy.STRICT_PACK and placed:
         assert len(used) == 1
     if strategy is Strategy.STRICT_SPREAD:
         assert all(count == 1 and not by_id[n].hosting for n, count in placed.items())
     if strategy is Strategy.SPREAD:
         # Nobody took two where another zone, or node of it, with room took none that it could.
-        load = {o.node_id: o.hosting + placed[o.node_id] for o in found}
-        zone = {o.node_id: zone_of(o.labels) for o in found}
+        load = {name: offer.hosting + placed[name] for name, offer in by_id.items()}
+        zone = {name: zone_of(offer.empty.labels) for name, offer in by_id.items()}
         zones: Counter[str] = Counter()
         for node_id, count in load.items():
             zones[zone[node_id]] += count
@@ -326,12 +329,9 @@ def test_workers_are_spread_over_zones_first() -> None:
     )  # fmt: skip
     offers = [
         NodeOffer(
-            NodeId(name),
-            3,
-            Resources(),
-            Resources(),
-            slots=3,
-            labels=(("zone", zone),) if zone else (),
+            NodeCapacity(NodeId(name), 3, Resources(), labels=(("zone", zone),) if zone else ()),
+            free_slots=3,
+            free=Resources(),
         )
         for name, zone in (("b", ""), ("c", ""), ("d", "x"))
     ]
@@ -344,14 +344,15 @@ def test_workers_on_nodes_that_take_no_more_count_in_their_zone() -> None:
         strategy=Strategy.SPREAD, accelerator_type="H100",
     )  # fmt: skip
     nothing = Resources()
+    a = NodeCapacity(NodeId("a"), 1, nothing)
+    b = NodeCapacity(NodeId("b"), 1, nothing, accelerator_type="H100")
+    zone = (("zone", "x"),)
+    c = NodeCapacity(NodeId("c"), 3, nothing, accelerator_type="H100", labels=zone)
     offers = [
-        NodeOffer(NodeId("a"), 0, nothing, nothing, slots=1, hosting=2),
-        NodeOffer(NodeId("b"), 1, nothing, nothing, slots=1, hosting=2, accelerator_type="H100"),
-        NodeOffer(
-            NodeId("c"), 3, nothing, nothing, slots=3, hosting=1, accelerator_type="H100",
-            labels=(("zone", "x"),),
-        ),
-    ]  # fmt: skip
+        NodeOffer(a, 0, nothing, hosting=2),
+        NodeOffer(b, 1, nothing, hosting=2),
+        NodeOffer(c, 3, nothing, hosting=1),
+    ]
     assert placement.place(job, offers, 5).value == ("c", "c", "c")
 
 

@@ -11,6 +11,7 @@ from elastic.core.config import ns
 from elastic.core.copy_messages import NO_ENDPOINT, CopyEndpoint
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
+from elastic.core.policy.packing import NodeCapacity
 from elastic.core.policy.placement import NodeOffer
 from elastic.core.view import NodeView
 from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
@@ -169,16 +170,8 @@ class NodeState:
 
     def offer(self, hosting: int) -> NodeOffer:
         """Return the node's free capacity for a job of which it hosts `hosting` workers."""
-        return NodeOffer(
-            node_id=self.node.node_id,
-            free_slots=self.free_slots(),
-            free=self.free(),
-            total=self.node.resources,
-            slots=self.node.num_slots,
-            accelerator_type=self.node.accelerator_type,
-            labels=self.node.labels,
-            hosting=hosting,
-        )
+        empty = NodeCapacity.of(self.node)
+        return NodeOffer(empty, self.free_slots(), self.free(), hosting)
 
     def view(self, now_ns: int) -> NodeView:
         quarantine = self.quarantine(now_ns) if self.is_present() else ""

@@ -96,15 +96,8 @@ def _grants(cluster: ClusterState, jobs: list[JobState]) -> dict[JobId, Allocati
 
 
 def capacity_of(cluster: ClusterState, state: NodeState) -> NodeCapacity:
-    return NodeCapacity(
-        node_id=state.node.node_id,
-        slots=state.node.num_slots,
-        resources=state.node.resources,
-        free_slots=state.free_slots(),
-        accelerator_type=state.node.accelerator_type,
-        labels=state.node.labels,
-        cordoned=bool(cluster.book.closed(state, cluster.now_ns)),
-    )
+    is_closed = bool(cluster.book.closed(state, cluster.now_ns))
+    return NodeCapacity.of(state.node, free_slots=state.free_slots(), cordoned=is_closed)
 
 
 def demand_of(cluster: ClusterState, job: JobState) -> Demand:

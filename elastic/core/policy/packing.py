@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import JobSpec
-from elastic.core.world import NO_ZONE, NodeId, Resources, Strategy, zone_of
+from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,19 @@ class NodeCapacity:
     accelerator_type: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     cordoned: bool = False
+
+    @classmethod
+    def of(cls, node: Node, *, free_slots: int = 0, cordoned: bool = False) -> NodeCapacity:
+        """Return the capacity of a node as it has introduced itself."""
+        return cls(
+            node.node_id,
+            node.num_slots,
+            node.resources,
+            free_slots,
+            node.accelerator_type,
+            node.labels,
+            cordoned,
+        )
 
     def matches(self, spec: JobSpec) -> bool:
         """Return whether new workers of the job may ever start here."""

@@ -7,7 +7,7 @@ never hold half a group each and wait for one another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
 from elastic.core.policy.decision import Decision
@@ -16,7 +16,6 @@ from elastic.core.policy.packing import (
     FreeCapacity,
     NodeCapacity,
     WorkerPlacer,
-    fitting,
     together,
 )
 from elastic.core.world import Node, NodeId, Resources, Strategy
@@ -27,19 +26,15 @@ class NodeOffer:
     """The free capacity of a node.
 
     Attributes:
+        empty: the node as it would be without any worker.
         free_slots: workers that may still start here.
         free: resources that no worker holds.
-        total, slots: resources of the empty node, and workers that it could take at once.
         hosting: workers of the job that are here already.
     """
 
-    node_id: NodeId
+    empty: NodeCapacity
     free_slots: int
     free: Resources
-    total: Resources
-    slots: int
-    accelerator_type: str = ""
-    labels: tuple[tuple[str, str], ...] = ()
     hosting: int = 0
 
 
@@ -76,14 +71,12 @@ def place(spec: JobSpec, offers: Sequence[NodeOffer], have: int) -> Decision[tup
 
 def _chosen(spec: JobSpec, offers: Sequence[NodeOffer], want: int, have: int) -> list[NodeId]:
     """Return a node for each of so many workers, for as many as fit."""
-    hosting = {o.node_id: o.hosting for o in offers if o.hosting}
+    hosting = {o.empty.node_id: o.hosting for o in offers if o.hosting}
     if spec.strategy is Strategy.STRICT_PACK and have > sum(hosting.values()):
         return []  # The job's node does not answer now: it must not start on another.
     space = FreeCapacity(
         [
-            NodeCapacity(
-                o.node_id, o.free_slots, o.free, o.free_slots, o.accelerator_type, o.labels
-            )
+            replace(o.empty, slots=o.free_slots, resources=o.free, free_slots=o.free_slots)
             for o in offers
         ]
     )
@@ -97,20 +90,8 @@ def explain_misfit(spec: JobSpec, nodes: Sequence[Node]) -> str:
         spec: needs and strategy.
         nodes: if there are none, the result is "".
     """
-    offers = [
-        NodeOffer(
-            node.node_id, node.num_slots, node.resources, node.resources, node.num_slots,
-            accelerator_type=node.accelerator_type, labels=node.labels,
-        )
-        for node in nodes
-    ]  # fmt: skip
-    return (_unlike(spec, offers) or _too_small(spec, offers, 0)) if offers else ""
-
-
-def _matches(spec: JobSpec, offer: NodeOffer) -> bool:
-    if spec.accelerator_type and offer.accelerator_type != spec.accelerator_type:
-        return False
-    return set(spec.label_selector) <= set(offer.labels)
+    empty = [NodeCapacity.of(node) for node in nodes]
+    return (_unlike(spec, empty) or _too_small(spec, empty, 0)) if empty else ""
 
 
 def explain_shortage(spec: JobSpec, offers: Sequence[NodeOffer], fits: int, have: int) -> str:
@@ -125,12 +106,13 @@ def explain_shortage(spec: JobSpec, offers: Sequence[NodeOffer], fits: int, have
     need = spec.min_workers - have
     if not offers:
         return f"needs {need} more workers, no node is connected: start an elastic-agent"
-    if unlike := _unlike(spec, offers):
+    empty = [o.empty for o in offers]
+    if unlike := _unlike(spec, empty):
         return unlike
     elsewhere = max(0, have - sum(o.hosting for o in offers))
-    if small := _too_small(spec, offers, elsewhere):
-        return f"{small}; {_what_would_do(spec, offers, elsewhere)}"
-    matching = [o for o in offers if _matches(spec, o)]
+    if small := _too_small(spec, empty, elsewhere):
+        return f"{small}; {_what_would_do(spec, empty, elsewhere)}"
+    matching = [o for o in offers if o.empty.matches(spec)]
     free = [f"{sum(o.free_slots for o in matching)} free slots"]
     for name, _ in spec.resources_per_worker.milli:
         free.append(f"{name}={sum(o.free.amount(name) for o in matching):g} free")
@@ -140,13 +122,12 @@ def explain_shortage(spec: JobSpec, offers: Sequence[NodeOffer], fits: int, have
     )
 
 
-def _unlike(spec: JobSpec, offers: Sequence[NodeOffer]) -> str:
+def _unlike(spec: JobSpec, nodes: Sequence[NodeCapacity]) -> str:
     """Return a text that no node is of the kind that a worker needs, "" if one is."""
-    matching = [o for o in offers if _matches(spec, o)]
-    if spec.accelerator_type and not any(
-        o.accelerator_type == spec.accelerator_type for o in offers
-    ):
-        found = sorted({o.accelerator_type for o in offers if o.accelerator_type})
+    matching = [node for node in nodes if node.matches(spec)]
+    types = {node.accelerator_type for node in nodes}
+    if spec.accelerator_type and spec.accelerator_type not in types:
+        found = sorted(types - {""})
         return (
             f"no connected node has accelerator {spec.accelerator_type}; "
             f"there are: {', '.join(found) or 'none'}"
@@ -155,65 +136,65 @@ def _unlike(spec: JobSpec, offers: Sequence[NodeOffer]) -> str:
         wanted = ", ".join(f"{k}={v}" for k, v in spec.label_selector)
         return f"no connected node carries the labels {wanted}"
     for name, amount in spec.resources_per_worker.milli:
-        if all(dict(o.total.milli).get(name, 0) < amount for o in matching):
-            largest = max(o.total.amount(name) for o in matching)
+        if all(dict(node.resources.milli).get(name, 0) < amount for node in matching):
+            largest = max(node.resources.amount(name) for node in matching)
             return f"each worker needs {name}={amount / 1000:g}, the largest node has {largest:g}"
     return ""
 
 
-def _holds(spec: JobSpec, offer: NodeOffer) -> int:
-    """Return how many workers an empty node could take."""
-    return fitting(offer.slots, dict(offer.total.milli), spec.resources_per_worker)
-
-
-def _empty(spec: JobSpec, offers: Sequence[NodeOffer]) -> list[dict[str, int]]:
+def _enough(spec: JobSpec, nodes: Sequence[NodeCapacity]) -> list[dict[str, int]]:
     """Return for each matching node how many workers each of its resources is enough for."""
     need = spec.resources_per_worker.milli
     found = []
-    for offer in offers:
-        if _matches(spec, offer):
-            total = dict(offer.total.milli)
+    for node in nodes:
+        if node.matches(spec):
+            total = dict(node.resources.milli)
             enough = {name: total.get(name, 0) // amount for name, amount in need}
-            found.append({"slots": offer.slots, **enough})
+            found.append({"slots": node.slots, **enough})
     return found
 
 
-def _too_small(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> str:
+def _counts(spec: JobSpec, nodes: Sequence[NodeCapacity]) -> list[int]:
+    """Return how many workers each matching node could take."""
+    return [node.capacity(spec.resources_per_worker) for node in nodes if node.matches(spec)]
+
+
+def _too_small(spec: JobSpec, nodes: Sequence[NodeCapacity], elsewhere: int) -> str:
     """Return a text that min does not fit onto these nodes even if empty, "" if it does.
 
     Args:
         spec: needs and strategy.
-        offers: nodes that may be used.
+        nodes: those that may be used, empty.
         elsewhere: workers of the job that live on other nodes, and count.
     """
     need = spec.min_workers - elsewhere
-    holds = together(spec.strategy, [_holds(spec, o) for o in offers if _matches(spec, o)])
+    holds = together(spec.strategy, _counts(spec, nodes))
     if holds >= need:
         return ""
-    nodes = _empty(spec, offers)
+    found = _enough(spec, nodes)
     where = " on one node" if spec.strategy is Strategy.STRICT_PACK else ""
     is_spread = spec.strategy is Strategy.STRICT_SPREAD
     lacks = []
-    for name in nodes[0]:
-        enough = together(spec.strategy, [node[name] for node in nodes])
+    for name in found[0]:
+        enough = together(spec.strategy, [node[name] for node in found])
         if enough < need:
             what = f"on {_nodes(enough)}" if is_spread else f"for {enough}{where}"
             lacks.append(f"{name} (enough {what})")
-    shortage = ", ".join(lacks) or f"{' and '.join(nodes[0])} on the same nodes"
-    if is_spread and len(nodes) < need:
+    shortage = ", ".join(lacks) or f"{' and '.join(found[0])} on the same nodes"
+    if is_spread and len(found) < need:
         shortage = "nodes (each takes one worker)"
     beside = f" beside {elsewhere} on others" if elsewhere else ""
-    hold, are = ("holds", "it is") if len(nodes) == 1 else ("hold", "they are")
+    hold, are = ("holds", "it is") if len(found) == 1 else ("hold", "they are")
     return (
         f"needs {workers(spec, need)}{beside} by {spec.strategy.value}, but the "
-        f"{_nodes(len(nodes))} that it may use {hold} only {holds}{where} even when {are} empty; "
+        f"{_nodes(len(found))} that it may use {hold} only {holds}{where} even when {are} empty; "
         f"what lacks: {shortage}"
     )
 
 
-def _what_would_do(spec: JobSpec, offers: Sequence[NodeOffer], elsewhere: int) -> str:
+def _what_would_do(spec: JobSpec, nodes: Sequence[NodeCapacity], elsewhere: int) -> str:
     """Return what would let a job run for which these nodes are too small."""
-    counts = [_holds(spec, o) for o in offers if _matches(spec, o)]
+    counts = _counts(spec, nodes)
     need, holds = spec.min_workers - elsewhere, together(spec.strategy, counts)
     is_packed = spec.strategy is Strategy.STRICT_PACK
     ways = [f"add a node for {need}" if is_packed else f"add nodes for {need - holds} more"]
