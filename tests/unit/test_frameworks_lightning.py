@@ -29,7 +29,7 @@ from elastic.train.lightning import (
 from elastic.train.lightning import strategy as of_strategy
 from elastic.train.lightning.files import _Rows
 from elastic.worker.engine.train_call import current
-from elastic.worker.process.early_run import PRINTS_BY_RANK, joining_on_demand
+from elastic.worker.process.early_run import joining_on_demand, set_printing_rank
 from elastic.worker.process.environment import PLACE
 from tests.unit.engine_under_test import inside_a_run, inside_again
 
@@ -358,9 +358,22 @@ def test_a_worker_that_joins_imports_and_seeds_lightning_while_the_others_train(
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # Put back what is set here.
     with joining_on_demand(join):
         for module in (rank_zero, prints):
-            assert module.__name__ in PRINTS_BY_RANK
             source = Path(module.__file__).read_text()
-            exec(compile(source, module.__file__, "exec"), {"__name__": module.__name__})
+            imported: dict[str, Any] = {"__name__": module.__name__}
+            exec(compile(source, module.__file__, "exec"), imported)
+        assert imported["rank_zero_only"].rank == 1
         seed_everything(1)
         with pytest.raises(AssertionError, match="asked for its place"):
             os.environ.get("LOCAL_RANK")
+
+
+def test_what_was_imported_without_a_place_prints_by_the_one_that_it_has_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks: tuple[Any, ...] = (rank_zero.rank_zero_only, prints.rank_zero_only)
+    for one in ranks:
+        monkeypatch.setattr(one, "rank", 0)
+    set_printing_rank({})
+    assert [one.rank for one in ranks] == [1, 1]
+    set_printing_rank({"RANK": "3", "LOCAL_RANK": "0"})
+    assert [one.rank for one in ranks] == [3, 0]

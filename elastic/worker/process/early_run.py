@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -24,15 +24,14 @@ from torch.distributed import distributed_c10d
 from elastic.worker.group.c10d import holders_of, parts
 from elastic.worker.process.environment import PLACE
 
-PRINTS_BY_RANK = frozenset(
-    {
-        "lightning.fabric.utilities.rank_zero",
-        "lightning_fabric.utilities.rank_zero",
-        "torchmetrics.utilities.prints",
-    }
-)
-"""Modules that ask, most of them while they are imported, which process is to print. To them a
-process without a place has none, as one that no launcher started; the strategy gives it later."""
+PRINTS_BY_RANK = {
+    "lightning.fabric.utilities.rank_zero": "RANK",
+    "lightning_fabric.utilities.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules that keep this variable from their import, in `rank_zero_only.rank`, to print and write
+in one process. Without a place a process is not the first; it is given its rank with its place."""
+NOT_FIRST = "1"
 READERS = frozenset({"os", "collections.abc"})
 """Modules between the code that reads `os.environ` and its methods."""
 
@@ -45,14 +44,14 @@ class _Environ(os._Environ):  # type: ignore[type-arg]
     def __getitem__(self, key: str) -> str:
         if key in PLACE:
             if asks_to_print():
-                raise KeyError(key)
+                return NOT_FIRST
             _join_first()
         return str(os._Environ.__getitem__(self, key))
 
     def __contains__(self, key: object) -> bool:
         if key in PLACE:
             if asks_to_print():
-                return False
+                return True
             _join_first()
         return os._Environ.__contains__(self, key)
 
@@ -63,6 +62,14 @@ def asks_to_print() -> bool:
     while frame is not None and frame.f_globals.get("__name__") in READERS:
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") in PRINTS_BY_RANK
+
+
+def set_printing_rank(place: Mapping[str, str]) -> None:
+    """Give `PRINTS_BY_RANK` the rank of this process's place; empty before it has one."""
+    for name, variable in PRINTS_BY_RANK.items():
+        decorator = getattr(sys.modules.get(name), "rank_zero_only", None)
+        if decorator is not None:
+            decorator.rank = int(place.get(variable, NOT_FIRST))
 
 
 def _join_first() -> None:

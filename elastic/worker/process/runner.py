@@ -72,7 +72,7 @@ from elastic.worker.process import entry, environment
 from elastic.worker.process.broken_group_hold import held_back
 from elastic.worker.process.control import flush_output
 from elastic.worker.process.devices import VisibleDevices
-from elastic.worker.process.early_run import joining_on_demand
+from elastic.worker.process.early_run import joining_on_demand, set_printing_rank
 from elastic.worker.process.tracking import Trackers
 
 log = logging.getLogger(__name__)
@@ -391,12 +391,15 @@ class Runner:
         setup = self._the_setup()
         assign, storage = setup.assign, setup.storage
         call.assignment, call.origin = assignment, _origin_of(assign, assignment)
-        if assignment is not None:
+        if assignment is None:
+            set_printing_rank({})
+        else:
             timing = self._mailboxes.activity.timing
             timing.enter(assign.worker_id, assignment.generation, self._mailboxes.post)
             timing.resume()
             place = environment.for_generation(assign, assignment, self._started_with)
             os.environ.update(place | setup.devices.place(assignment))
+            set_printing_rank(os.environ)
             if call.reporter is not None:
                 call.reporter.close()
             if storage is not None:
