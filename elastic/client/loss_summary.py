@@ -32,18 +32,18 @@ class LossSummary:
     def add(self, who: str, cause: str, *, at_unix_ns: int, now_ns: int) -> None:
         """Take a loss; `at_unix_ns` is when it was noticed, by the coordinator's wall clock."""
         if not self._gone:
-            self._since_ns, self._at_unix_ns = now_ns, at_unix_ns
-            self._is_reported, self._next, self._formed_after_ns = False, (0, 0), None
+            self._since_ns, self._at_unix_ns, self._is_reported = now_ns, at_unix_ns, False
+        self._next, self._formed_after_ns = (0, 0), None
         self._gone.append(f"{who}, {cause}")
 
     def formed(self, generation: int, size: int) -> None:
         """Take the group that follows, of so many workers."""
         self._next, self._formed_after_ns = (generation, size), None
 
-    def trains(self, generation: int, at_unix_ns: int) -> None:
+    def trains(self, generation: int, *, at_unix_ns: int, now_ns: int) -> None:
         """Take that all workers of a group have called the train function."""
         if self._gone and self._follows(generation):
-            self._formed_after_ns = at_unix_ns - self._at_unix_ns
+            self._since_ns, self._formed_after_ns = now_ns, at_unix_ns - self._at_unix_ns
 
     def steps(self, generation: int, size: int, pause_ns: int) -> str:
         """Return the line that ends this loss, "" if that group is not the one that follows."""

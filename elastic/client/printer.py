@@ -199,7 +199,8 @@ class JobPrinter:
                     int(fields.get("world_size", "0")), cause, fields.get("reason", "")
                 )
         elif name == "group_training":
-            self._losses.trains(int(fields.get("generation", "0")), timed.unix_ns)
+            generation, now_ns = int(fields.get("generation", "0")), self._clock.monotonic_ns()
+            self._losses.trains(generation, at_unix_ns=timed.unix_ns, now_ns=now_ns)
         elif name == "first_step" and "pause_s" in fields:
             pause_ns = round(float(fields["pause_s"]) * 1e9)
             size = int(fields.get("world_size", "0"))
