@@ -222,8 +222,8 @@ class AgentDriver:
                 self._link.send(session, answer)
             case Note():
                 self._log_note(effect)
-            case Spawn(process_id, _, entry):
-                self._processes.spawn(process_id, entry)
+            case Spawn(process_id, job_id, entry):
+                self._processes.spawn(process_id, job_id, entry)
             case OpenLog(process_id, assign):
                 self._processes.open_log(process_id, assign)
             case Kill(process_id, reason):

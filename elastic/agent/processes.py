@@ -162,14 +162,15 @@ class ChildProcesses:
         self._all_gone = asyncio.Event()
         self._all_gone.set()
 
-    def spawn(self, process_id: int, entry: Entry | None = None) -> None:
+    def spawn(self, process_id: int, job_id: str = "", entry: Entry | None = None) -> None:
         """Start a spare; posts `ProcessStarted` or `SpawnFailed`, soon if not at once.
 
         Args:
             process_id: the agent's own number for it.
-            entry: whose imports are made in advance, where possible; None for any job's.
+            job_id: of the job that it is for, "" for any.
+            entry: of that job, whose imports are made in advance, where possible.
         """
-        if self._has_zygote and self._fork(SpareRequest.of(process_id, entry)):
+        if self._has_zygote and self._fork(SpareRequest.of(process_id, job_id, entry)):
             return
         try:
             pid, ends = self._start(process_id)

@@ -45,19 +45,20 @@ class SpareRequest:
 
     Attributes:
         number: the agent's number for the spare.
-        imports: JSON of the script or the modules that are imported in advance, "" for none. Jobs
-            with the same imports share the process that makes them.
+        imports: JSON of the script or the modules that are imported in advance, "" for none. It has
+            the job, as another one may find other versions of packages.
     """
 
     number: int
     imports: str = ""
 
     @classmethod
-    def of(cls, number: int, entry: Entry | None) -> SpareRequest:
+    def of(cls, number: int, job_id: str, entry: Entry | None) -> SpareRequest:
         """Return the request; imports that are too large for a message are left out."""
         if entry is None:
             return cls(number)
         fields = {
+            "job": job_id,
             "path": entry.target if entry.kind is EntryKind.SCRIPT else "",
             "folders": [entry.working_dir, *entry.python_path],
             "env": dict(entry.env),

@@ -54,7 +54,7 @@ def feeders_of(spec: JobSpec, job_id: JobId, config: DataConfig, secret: FeederS
         spec.entry,
         kind=EntryKind.FUNCTION,
         target=f"feeders of {spec.name}",
-        payload=pack(feed, place, {}),
+        payload=pack(feed, place, {}).payload,
         imports=(),
     )
     return JobSpec(

@@ -130,10 +130,11 @@ class RemoteFunction:
         options, target = self._options, getattr(self._function, "__qualname__", "function")
         named_ones = {"CPU": options.num_cpus, "GPU": options.num_gpus}
         amounts = {**(options.resources or {}), **{k: v for k, v in named_ones.items() if v}}
+        task = functools.partial(call, self._function, args, named, key)
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=target,
-            payload=pack(functools.partial(call, self._function, args, named, key), None, {}),
+            payload=pack(task, None, {}).payload,
             working_dir=os.getcwd(),
             python_path=python_path(),
             env=sorted_pairs(worker_env(options.runtime_env)),

@@ -527,8 +527,8 @@ class DataParallelTrainer:
         given = tables_for(self.datasets, self.dataset_config, spec.run_path, secret)
         options = {**self._options(), OPTION: given}
         function = with_context(self.train_loop_per_worker)
-        payload = pack(function, self.train_loop_config, options)
-        return replace(spec, entry=replace(spec.entry, payload=payload))
+        packed = pack(function, self.train_loop_config, options)
+        return replace(spec, entry=replace(spec.entry, payload=packed.payload))
 
     def _offering(self) -> contextlib.AbstractContextManager[None]:
         """Make the datasets available to the train function in this process."""
@@ -713,22 +713,22 @@ class DataParallelTrainer:
             env: of all workers of this script; the run's own variables take precedence.
         """
         from elastic.worker.process.entry import pack
-        from elastic.worker.process.importing import imports_of
 
         scaling, torch_config = self.scaling_config, self.torch_config
         checkpoints = self.run_config.checkpoint_config
         function = self.train_loop_per_worker
         virtual = {VIRTUAL_LOCAL_RANK: "1"} if torch_config.virtual_local_rank else {}
+        packed = pack(function, self.train_loop_config, self._options())
         entry = Entry(
             kind=EntryKind.FUNCTION,
             target=getattr(function, "__qualname__", repr(function)),
-            payload=pack(function, self.train_loop_config, self._options()),
+            payload=packed.payload,
             working_dir=os.getcwd(),
             python_path=python_path(),
             env=sorted_pairs(
                 {**as_environment(), **env, **virtual, **(self.run_config.worker_env or {})}
             ),
-            imports=imports_of(function),
+            imports=packed.imports,
         )
         return JobSpec(
             job_id=JobId(""),

@@ -216,9 +216,9 @@ def without_secrets(job: JobView) -> JobView:
     if record.former:
         record = replace(record, former=())
     entry, group = record.spec.entry, record.group
-    if entry.payload or entry.env:
+    if entry.payload or entry.env or entry.imports:
         shown = tuple((name, HIDDEN) for name, _ in entry.env)
-        bare = replace(entry, payload=b"", env=shown)
+        bare = replace(entry, payload=b"", env=shown, imports=())
         record = replace(record, spec=replace(record.spec, entry=bare))
     if group is not None and group.key:
         record = replace(record, group=replace(group, key=""))

@@ -104,7 +104,7 @@ class PlayedZygote:
     def fork(self, pipe: socket.socket, output: int) -> Forked:
         """Return a new spare with this end of a pipe, which prints to `output`."""
         self._forked += 1
-        request = SpareRequest.of(self._forked, None)
+        request = SpareRequest.of(self._forked, "", None)
         socket.send_fds(self._sock, [request.text()], [pipe.fileno(), output])
         _, pid = FORKED.unpack(self._sock.recv(FORKED.size))
         return Forked(pid)

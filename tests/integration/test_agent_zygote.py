@@ -186,7 +186,7 @@ class TestOneNode:
         (installed / "dear.py").write_text(f"{IMPORTED}\nPART = 1")
         (installed / "deadly.py").write_text("import os; os._exit(1)")
         function = Entry(
-            EntryKind.FUNCTION, "train", python_path=(str(installed),), imports=("dear.PART",)
+            EntryKind.FUNCTION, "train", python_path=(str(installed),), imports=("dear:PART",)
         )
         script = replace(function, kind=EntryKind.SCRIPT, imports=())
         scripts: list[Entry] = []
@@ -194,7 +194,7 @@ class TestOneNode:
             (tmp_path / f"{name}.txt").write_text(f"import {name}")
             scripts.append(replace(script, target=str(tmp_path / f"{name}.txt")))
         for number, entry in enumerate((scripts[0], *scripts, function, function), 11):
-            node.processes.spawn(number, entry)
+            node.processes.spawn(number, entry.target, entry)
             pid = await node.is_warm(number)
             assert (parent_of(pid), os.getsid(pid)) == (os.getpid(), pid)
             assert name_of(pid) == "elastic-worker"

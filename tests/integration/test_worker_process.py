@@ -62,7 +62,7 @@ def agent(zygote: PlayedZygote, tmp_path: Path) -> Iterator[PlayedAgent]:
 
 def function(train: Callable[..., Any], **config: Any) -> Entry:
     """Make a train function that is called again in its process, once for each group."""
-    payload = worker_entry.pack(train, config, {"recovery": "reenter"})
+    payload = worker_entry.pack(train, config, {"recovery": "reenter"}).payload
     return Entry(EntryKind.FUNCTION, train.__name__, payload=payload)
 
 

@@ -22,7 +22,7 @@ def made() -> Any:
 
 
 def test_a_traceback_of_a_function_that_was_sent_names_file_and_line() -> None:
-    packed = io.BytesIO(pack(made(), {"lr": 1}, {"a": "<dynamic-code>"}))
+    packed = io.BytesIO(pack(made(), {"lr": 1}, {"a": "<dynamic-code>"}).payload)
     assert pickle.load(packed) == sys.argv[1:]
     function, config, options = pickle.load(packed)
     assert (config, options) == ({"lr": 1}, {"a": "<dynamic-code>"})

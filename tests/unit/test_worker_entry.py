@@ -30,7 +30,7 @@ def _process_as_before() -> Iterator[None]:
 
 
 def function_entry(function: Callable[..., Any], config: Any = None, **options: Any) -> Entry:
-    payload = entry.pack(function, config, options)
+    payload = entry.pack(function, config, options).payload
     return Entry(EntryKind.FUNCTION, "train", payload=payload)
 
 

@@ -1,67 +1,119 @@
-"""What can be imported ahead of a train function."""
+"""What is imported ahead of a train function: what its workers import before anything else."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
+from torchmetrics import MeanMetric
 
-from elastic.worker.process.importing import imports_of
+from elastic.worker.process.entry import pack
+from elastic.worker.process.importing import import_all, is_imported
+
+
+@pytest.fixture(autouse=True)
+def _by_value() -> Iterator[None]:
+    """Pickle what is defined here by value, as what a driver's script defines."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 class Own:
-    """A class of the user's: what its methods use is followed."""
+    """A class of the driver's."""
 
     def method(self) -> Any:
         return np.zeros(1)
 
     def __call__(self) -> Any:
-        import pyarrow.parquet
-
-        return pyarrow.parquet
+        return MeanMetric()
 
 
-def prints_well() -> Any:
-    from rich.console import Console
+def imports_first(config: dict[str, Any]) -> Any:
+    """Has text before its imports."""
+    import rich.console
+    from pyarrow import compute, parquet
 
-    return Console()
+    return config, rich.console, compute, parquet
 
 
-def uses_another(config: dict[str, Any]) -> Any:
-    return [prints_well() for _ in config]
+def sets_something_first() -> Any:
+    sys.argv.append("")
+    import rich.console
+
+    return rich.console
+
+
+def calls_another() -> Any:
+    return sets_something_first(), Own
 
 
 def closes_over(own: Own) -> Callable[[], Any]:
     return lambda: own.method()
 
 
-def imports_nothing() -> None:
+def imports_what_is_not_there() -> None:
     import json  # noqa: F401
+
+    import surely_not_installed.part  # type: ignore[import-not-found] # noqa: F401
 
     from .nowhere import numpy  # type: ignore[import-not-found] # noqa: F401
 
 
-def imports_what_is_not_there() -> None:
-    import surely_not_installed.part  # type: ignore[import-not-found] # noqa: F401
+FIRST = {"pyarrow:compute", "pyarrow:parquet", "rich.console"}
+OF_OWN = {"numpy", "torchmetrics.aggregation"}
 
 
 @pytest.mark.parametrize(
     ("function", "found"),
     [
-        (uses_another, ["rich.console", "rich.console.Console"]),
-        (functools.partial(uses_another, {}), ["rich.console", "rich.console.Console"]),
-        (closes_over(Own()), ["numpy", "pyarrow.parquet"]),
-        (Own().method, ["numpy"]),
-        (Own(), ["numpy", "pyarrow.parquet"]),
-        (imports_nothing, []),
-        (imports_what_is_not_there, []),
-        (print, []),
+        (imports_first, FIRST),
+        (functools.partial(imports_first, {}), FIRST),
+        (sets_something_first, set()),
+        (calls_another, OF_OWN),
+        (closes_over(Own()), OF_OWN),
+        (Own().method, OF_OWN),
+        (imports_what_is_not_there, set()),
+        (print, set()),
     ],
 )
-def test_installed_modules_are_found_wherever_a_function_uses_them(
-    function: Callable[..., Any], found: list[str]
+def test_what_is_unpickled_and_imported_first_is_found(
+    function: Callable[..., Any], found: set[str]
 ) -> None:
-    assert list(imports_of(function)) == found
+    # cloudpickle's own functions make what is pickled by value.
+    assert set(pack(function, None, {}).imports) - {"cloudpickle.cloudpickle"} == found
+
+
+def test_of_modules_of_the_users_own_count_the_imports_before_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_my_own.py").write_text(
+        "import rich.box\nimport sys\nsys.argv\nimport rich.tree\ndef train(): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import of_my_own  # type: ignore[import-not-found]
+
+    assert list(pack(of_my_own.train, None, {}).imports) == ["rich.box"]
+
+
+def test_a_function_is_not_hidden_by_a_module_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "hides"
+    package.mkdir()
+    (package / "__init__.py").write_text("from ._code import run")
+    (package / "_code.py").write_text("def run(): return 7")
+    (package / "run.py").write_text("raise AssertionError")
+    (package / "part.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_imported("hides:run")
+    import_all(["hides:run", "hides:part", "hides:missing", "missing"])
+    assert is_imported("hides:run")
+    assert is_imported("hides:part")
+    assert sys.modules["hides"].run() == 7

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -31,7 +31,14 @@ import cloudpickle
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.worker.process.error_file import error_file
-from elastic.worker.process.importing import import_ahead, modules_of, places_of, put_first, uses_us
+from elastic.worker.process.importing import (
+    import_ahead,
+    imports_of,
+    modules_of,
+    places_of,
+    put_first,
+    uses_us,
+)
 
 RUN_NAME = "__main__"
 
@@ -61,12 +68,46 @@ def _with_file(code: CodeType) -> tuple[Any, ...]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles as cloudpickle does.
+
+    Attributes:
+        modules: that what is pickled refers to.
+    """
+
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _with_file}, cloudpickle.Pickler.dispatch_table
     )
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
 
-def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) -> bytes:
+    def persistent_id(self, one: Any) -> None:
+        """Note the module of what is pickled by its name; nothing is pickled in another way."""
+        kind = type(one)
+        if issubclass(kind, BY_NAME):
+            name = one.__name__ if issubclass(kind, ModuleType) else one.__module__
+            if isinstance(name, str):
+                self.modules.add(name)
+
+
+BY_NAME = (type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """What is sent of a function.
+
+    Attributes:
+        payload: of a FUNCTION entry.
+        imports: installed modules that workers import before it does anything else.
+    """
+
+    payload: bytes
+    imports: tuple[str, ...]
+
+
+def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) -> PackedCall:
     """Return the payload of a FUNCTION entry, with the arguments of this process.
 
     They come first: modules may read them while the function is unpickled. They are not the
@@ -76,14 +117,16 @@ def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) 
     try:
         packed = io.BytesIO(pickle.dumps(sys.argv[1:]))
         packed.seek(0, io.SEEK_END)
-        _Pickler(packed).dump((function, config, dict(options)))
-        return packed.getvalue()
+        pickler = _Pickler(packed)
+        pickler.dump((function, config, dict(options)))
     except Exception as error:
         raise UsageError(
             f"the train function {getattr(function, '__name__', function)!r} or its config cannot "
             f"be sent to workers ({type(error).__name__}: {error}); create what cannot be pickled "
             f"(files, locks, connections, loaders) inside the function"
         ) from error
+    by_value = {RUN_NAME, *cloudpickle.list_registry_pickle_by_value()}
+    return PackedCall(packed.getvalue(), imports_of(function, pickler.modules - by_value))
 
 
 def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ import torch
 from elastic.worker.process.early_run import asks_to_print
 from elastic.worker.process.environment import PLACE
 from elastic.worker.process.importing import (
-    home_of,
     import_ahead,
     import_all,
     is_imported,
@@ -143,7 +143,7 @@ def _without(asking: set[str], known: frozenset[str]) -> Sequence[str]:
     new = {name: module for name, module in sys.modules.items() if name not in known}
     out = {name for name in new if name.partition(".")[0] in asking}
     uses = {
-        name: {name.rpartition(".")[0], *map(home_of, list(vars(module).values()))}
+        name: {name.rpartition(".")[0], *map(_home, [*getattr(module, "__dict__", {}).values()])}
         for name, module in new.items()
         if name not in out
     }
@@ -152,6 +152,13 @@ def _without(asking: set[str], known: frozenset[str]) -> Sequence[str]:
         for name in more:
             del uses[name]
     return [name for name in uses if name.partition(".")[0] not in sys.stdlib_module_names]
+
+
+def _home(one: Any) -> str:
+    """Return the module that an object is, or is defined in, or whose class it has."""
+    if isinstance(one, ModuleType):
+        return one.__name__
+    return str((one if isinstance(one, type | FunctionType) else type(one)).__module__)
 
 
 def _has_children() -> bool:

@@ -15,10 +15,10 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 INSTALLED = ("site-packages", "dist-packages")
@@ -27,6 +27,15 @@ SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
 OUR_NAME = "elastic"
 IMPORT = re.compile(r"^[ \t]*(?:from[ \t]*(\.*)[ \t]*(\w*)|import[ \t]+([\w., \t]+))", re.MULTILINE)
 """A line that imports: dots and the first part of a name, or names with commas."""
+
+CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
+OF_IMPORTS = frozenset(
+    {
+        "CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "GEN_START", "IMPORT_FROM", "MAKE_CELL", "NOP",
+        "POP_TOP", "RESUME", "STORE_DEREF", "STORE_FAST",
+    }
+)  # fmt: skip
+"""What a function's code has before and between its first imports."""
 
 
 def put_first(directory: str) -> None:
@@ -42,22 +51,21 @@ def import_ahead(path: str) -> None:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import modules, and parts of modules; errors are left to the user's code."""
+    """Import modules, and parts of modules ("module:part"); errors are left to the user's code."""
     for name in names:
+        module_name, _, part = name.partition(":")
         with contextlib.suppress(Exception, SystemExit):
-            try:
-                importlib.import_module(name)
-            except ModuleNotFoundError:
-                # Some packages import their parts when they are asked for.
-                module, _, part = name.rpartition(".")
-                getattr(importlib.import_module(module), part)
+            module = importlib.import_module(module_name)
+            # As an import statement does; some packages import their parts when they are asked for.
+            if part and not hasattr(module, part):
+                importlib.import_module(f"{module_name}.{part}")
 
 
 def is_imported(name: str) -> bool:
     """Return whether a module, or a part of a module, is imported; imports nothing."""
-    module, _, part = name.rpartition(".")
-    home = sys.modules.get(module)
-    return name in sys.modules or (home is not None and part in vars(home))
+    module_name, _, part = name.partition(":")
+    module = sys.modules.get(module_name)
+    return module is not None and (not part or part in getattr(module, "__dict__", {}))
 
 
 def _imported_first(path: str) -> list[str]:
@@ -72,88 +80,65 @@ def _imported_first(path: str) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             if node.module and not node.level:
-                parts = [f"{node.module}.{alias.name}" for alias in node.names]
-                found += [node.module, *parts]
+                found += [f"{node.module}:{alias.name}" for alias in node.names]
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             break  # No text about the script.
     return found
 
 
-def imports_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the installed modules, and parts of them, that a function imports or uses, sorted.
+def imports_of(function: Callable[..., Any], modules: Iterable[str]) -> tuple[str, ...]:
+    """Return the installed modules that workers import before a function does anything else.
 
-    Functions, classes and modules of the user's own are followed into what they use. Nothing is
-    imported, and no code of the user's runs.
+    They are imported where the function is unpickled, by it or by modules of the user's own, and
+    by its first statements. Nothing is imported here.
+
+    Args:
+        function: a train function.
+        modules: that what is sent of it refers to by name.
     """
-    installed: dict[str, bool] = {}
-    unread: list[Any] = [function]
-    read, found = set[int](), set[str]()
+    known: dict[str, bool] = {}
+    unread, read = [*modules, *_imported_at_first(function)], set[str]()
+    found: list[str] = []
     while unread:
-        one = _unwrapped(unread.pop())
-        if id(one) in read:
+        name = unread.pop()
+        if name in read:
             continue
-        read.add(id(one))
-        names = [home_of(one)]
-        if not _is_installed_module(names[0], installed):
-            unread += _used_by(one)
-            names = _imported_by(one) if isinstance(one, FunctionType) else []
-        found.update(name for name in names if _is_installed_module(name, installed))
-    return tuple(sorted(n for n in found if n.partition(".")[0] not in sys.stdlib_module_names))
+        read.add(name)
+        if _is_installed_module(name, known):
+            found.append(name)
+            continue
+        file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+        unread += _imported_first(file) if isinstance(file, str) else ()
+    return tuple(sorted(n for n in found if _first_part(n) not in sys.stdlib_module_names))
 
 
-def _unwrapped(one: Any) -> Any:
-    while isinstance(one, partial | MethodType):
-        one = one.func if isinstance(one, partial) else one.__func__
-    return one
-
-
-def home_of(one: Any) -> str:
-    """Return the module that an object is, or is defined in, or whose class it has."""
-    if isinstance(one, ModuleType):
-        return str(vars(one).get("__name__", ""))
-    return str((one if isinstance(one, type | FunctionType) else type(one)).__module__)
-
-
-def _used_by(one: Any) -> list[Any]:
-    """Return what a function, class, module or object of the user's uses."""
-    if isinstance(one, type | ModuleType):
-        return list(vars(one).values())
-    if not isinstance(one, FunctionType):
-        return [type(one)]
-    names = {name for code in _codes(one.__code__) for name in code.co_names}
-    used = [one.__globals__[name] for name in names if name in one.__globals__]
-    for cell in one.__closure__ or ():
-        with contextlib.suppress(ValueError):  # It is still empty.
-            used.append(cell.cell_contents)
-    return used
-
-
-def _imported_by(function: FunctionType) -> list[str]:
-    """Return what the import statements in a function name: modules, and parts of modules."""
+def _imported_at_first(function: Any) -> list[str]:
+    """Return what a function imports before it does anything else."""
+    while isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
     names: list[str] = []
-    for code in _codes(function.__code__):
-        constants: list[Any] = []
-        for step in dis.get_instructions(code):
-            if step.opname.startswith("LOAD_"):
-                constants.append(step.argval)
-            elif step.opname == "IMPORT_NAME":
-                level, parts = constants[-2:]
-                if not level:
-                    names += [step.argval, *(f"{step.argval}.{part}" for part in parts or ())]
+    constants: list[Any] = []
+    if not isinstance(function, FunctionType):
+        return names
+    for step in dis.get_instructions(function):
+        if step.opname == "IMPORT_NAME":
+            level, parts = constants[-2:]
+            if not level:
+                names += [f"{step.argval}:{part}" for part in parts or ()] or [step.argval]
+        elif step.opname in CONSTANTS:
+            constants.append(step.argval)
+        elif step.opname not in OF_IMPORTS:
+            break
     return names
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a function's code, and that of the functions in it."""
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes(one)
+def _first_part(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
 
 
 def _is_installed_module(name: str, known: dict[str, bool]) -> bool:
     """Return whether a module is installed; `known` has the answers for first parts of names."""
-    first = name.partition(".")[0]
+    first = _first_part(name)
     if first not in known:
         known[first] = False
         # Finders are other people's, and a look at imports must fail no run.

@@ -179,7 +179,10 @@ class WorkerZygote:
 
     def _receive(self, sock: socket.socket) -> int | None:
         """Take an import zygote's message: imports are made, a worker is forked, or it failed."""
-        (import_zygote,) = [one for one in self._import_zygotes.values() if one.sock is sock]
+        found = [one for one in self._import_zygotes.values() if one.sock is sock]
+        if not found:  # A newer one has just taken its place.
+            return None
+        (import_zygote,) = found
         try:
             answer = sock.recv(REQUEST_BYTES_MAX)
         except OSError:
