@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from packaging.version import Version
@@ -241,6 +241,40 @@ def test_a_worker_that_joins_builds_its_trainer_while_the_others_train(
     train_call.set_current(here, engine)
     trainer.train()
     assert trainer.is_world_process_zero()
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_worker_that_joins_prepares_lightnings_data_alone(
+    monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
+) -> None:
+    """The others have passed the barrier behind it, whether or not it has its place."""
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    here, engine = train_call.current(), train_call.current_engine()
+    assert here is not None
+    prepared: list[str] = []
+
+    class Data(LightningDataModule):
+        def prepare_data(self) -> None:
+            prepared.append("data")
+
+    class Model(BoringModel):
+        def prepare_data(self) -> None:
+            prepared.append("model")
+
+    def join() -> Any:
+        raise AssertionError("it has asked for its place")
+
+    with joining_on_demand(join):
+        joined = {"join": join} if is_ahead else {"cause": "join"}
+        train_call.set_current(replace(here, **joined), engine)  # type: ignore[arg-type]
+        trainer = Trainer(strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()])
+        model = Model()
+        trainer._data_connector.attach_data(model, datamodule=Data())
+        trainer.strategy.connect(model)
+        trainer._data_connector.prepare_data()
+    train_call.set_current(here, engine)
+    assert prepared == ["data", "model"]
 
 
 class Leaves(hf_job.TrainerCallback):

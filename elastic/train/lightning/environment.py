@@ -1,11 +1,27 @@
-"""Lightning's environment plugin: rank and world size from the group."""
+"""Lightning's environment plugin: rank and world size from the group.
+
+Lightning puts a barrier around `prepare_data`. Only members of a job's first group wait in it: in
+any other, some may be in the middle of their loop, and would never come.
+"""
 
 from __future__ import annotations
 
+from lightning.fabric.utilities import distributed
 from lightning.pytorch.plugins import environments
 
 from elastic.train.session import require_context, require_place
 from elastic.worker.engine.train_call import current
+
+
+def _has_group() -> bool:
+    """Be Lightning's `_distributed_is_initialized`, which its barriers ask."""
+    context = current()
+    is_first = context is None or (context.join is None and context.cause == "start")
+    return is_first and _has_stock_group()
+
+
+_has_stock_group = distributed._distributed_is_initialized
+distributed._distributed_is_initialized = _has_group
 
 
 class RayLightningEnvironment(environments.LightningEnvironment):
