@@ -89,6 +89,21 @@ def fitted(
     return trainer
 
 
+def test_a_schedule_may_be_made_of_the_number_of_steps(tmp_path: Path) -> None:
+    """The module asks for it while its optimizer is built, and counts batches as it is used to."""
+
+    class Scheduled(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = int(self.trainer.estimated_stepping_batches)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    trainer = fitted(tmp_path, Scheduled(), accumulate_grad_batches=2, val_check_interval=2)
+    (config,) = trainer.lr_scheduler_configs
+    assert trainer.global_step == config.scheduler.total_steps == STEPS
+
+
 def files(folder: Path) -> list[str]:
     return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
 

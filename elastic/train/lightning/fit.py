@@ -100,9 +100,9 @@ class StepBatch:
 
 
 class Steps:
-    """The loader that Lightning iterates over: of whole steps."""
+    """The loader that Lightning iterates over: of whole steps; without a fit, only their number."""
 
-    def __init__(self, fit: Fit, loader: PreparedLoader) -> None:
+    def __init__(self, fit: Fit | None, loader: PreparedLoader) -> None:
         self._fit, self._loader = fit, loader
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class Steps:
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Begin an epoch."""
-        return self._fit.steps(self._loader)
+        return iter(()) if self._fit is None else self._fit.steps(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         """Pass everything else on to the prepared loader."""

@@ -98,12 +98,25 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
 
     # ------------------------------------------------------------------- start and end of a fit
 
+    def setup_environment(self) -> None:
+        """Let the Trainer count in steps before the module asks for their number.
+
+        Raises:
+            UsageError: what decides by a clock of its own, and callbacks that change optimizers or
+                accumulation.
+        """
+        super().setup_environment()
+        trainer = self._the_trainer()
+        if trainer.state.fn == "fit":
+            refuse_callbacks(trainer)
+            self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+            count_in_steps(trainer, self._accumulated)
+
     def setup(self, trainer: Trainer) -> None:
         """Build module and optimizers, and refuse what this strategy cannot train.
 
         Raises:
-            UsageError: manual optimization, several optimizers, what decides by a clock of its
-                own, and callbacks that change optimizers or accumulation.
+            UsageError: manual optimization, or several optimizers.
         """
         for text in NOT_HERE:
             warnings.filterwarnings("ignore", message=text)
@@ -114,8 +127,6 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 f"steps by itself, for its own micro-batches; write the loop yourself ('for step "
                 f"in train.steps(loader)'), or let Lightning optimize"
             )
-        if trainer.state.fn == "fit":
-            refuse_callbacks(trainer)
         for part in module.modules():
             if isinstance(part, Metric):  # Every worker's has processed all samples.
                 part.distributed_available_fn = _is_not
@@ -128,11 +139,11 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 f"{len(self.optimizers)} optimizers, expected one: write the loop yourself ('for "
                 f"step in train.steps(loader)'), where there may be several"
             )
-        self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
-        count_in_steps(trainer, self._accumulated)
+        # As it was prepared for `trainer.estimated_stepping_batches`; the loop prepares another.
+        trainer.fit_loop._combined_loader = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a training loader as one of steps; starts the `Fit`, as all is built by now.
+        """Return a training loader as one of steps; starts the `Fit` once all is built.
 
         Of others each worker processes all samples.
         """
@@ -140,6 +151,8 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         if not trainer.training:
             return dataloader.whole() if isinstance(dataloader, ShardBatches) else dataloader
         prepared = self._prepared(dataloader)
+        if not self.optimizers:
+            return Steps(None, prepared)
         if self._fit is None:
             self._fit = Fit(trainer, self, self.take_place)
         self._fit.loader = prepared
