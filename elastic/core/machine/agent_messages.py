@@ -400,11 +400,12 @@ def lose_worker(
     if rank >= 0 and job.is_open:
         node_liveness.suspect_silent_nodes(cluster, job, only_away=True)
     what = failure_policy.describe(worker.stop_cause or cause)
-    cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=what)
+    failure = failure or worker.report.failure
+    shown = what if worker.stop_cause else failure_policy.with_error(what, failure)
+    cluster.note("worker_gone", job.job_id, worker=worker_id, rank=rank, cause=shown)
     if rank >= 0 and job.is_open:
         _note_pause(cluster, job, worker_id)
         job.newest.interruption.lost.append(f"{worker_id} (rank {rank}) {what}")
-    failure = failure or worker.report.failure
     has_failed = job.phase is JobPhase.FAILED  # Others may fail at the same time.
     if failure is not None and (has_failed or worker.stop_cause is None):
         is_news = job.outcome.note_failure(job.generation, rank, failure)

@@ -39,6 +39,8 @@ FREE_LOSSES = 2
 FIRST_DELAY_S = 0.5
 FINAL_ERRORS = (f"{StorageNotShared.__module__}.{StorageNotShared.__qualname__}",)
 """Exceptions of user code that a retry cannot repair."""
+LINE_MAX = 200
+"""Characters of an error in a line about a lost worker; its record has all."""
 DOUBLINGS_MAX = 64
 """Enough to reach any bound; more would leave the range of floating point."""
 
@@ -179,6 +181,14 @@ def describe(cause: ExitCause) -> str:
     if cause.kind is ExitKind.SPAWN_FAILED:
         return f"could not be started{more}"
     return f"stopped{more}"
+
+
+def with_error(how: str, failure: Failure | None) -> str:
+    """Return how a process ended with the error behind it: "exited with code 1 (ValueError: x)"."""
+    if failure is None:
+        return how
+    line = f"{failure.error_type}: {failure.message}".partition("\n")[0]
+    return f"{how} ({line if len(line) <= LINE_MAX else line[: LINE_MAX - 3] + '...'})"
 
 
 def _judge_failure(
