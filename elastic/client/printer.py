@@ -39,6 +39,8 @@ from elastic.wire.codec_jobs import LogChunk, TimedNote
 REPEAT_S = 30.0
 """A long wait is printed again after this, where there is no updating line."""
 METRICS_INTERVAL_S = 1.0
+METRICS_AT_ONCE = 20
+"""So many reports are printed as they come, before they are printed once in an interval only."""
 BY_ORDER = "stopped"
 """Beginning of the cause of a worker that ended by order; such ends are not printed."""
 COLOURS = {
@@ -93,12 +95,12 @@ class _Metrics:
 
     Attributes:
         values: by name.
-        printed_ns: when metrics were printed last.
+        paced_ns: when the next ones would be printed if all were an interval apart.
         is_due: these are not printed yet, and are to be.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    printed_ns: int = 0
+    paced_ns: int = 0
     is_due: bool = False
 
 
@@ -161,8 +163,7 @@ class JobPrinter:
         """
         self._print_loss(is_over=True)
         self._write(self._lines.flush(reported_elsewhere))
-        if self._metrics.is_due:
-            self._print_metrics()
+        self._print_metrics(is_over=True)
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -216,10 +217,9 @@ class JobPrinter:
             self.print_line(RULED[name].format_map({**blank, **fields}))
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Take the metrics of rank 0; printed at most once a second, without an updating line."""
+        """Take the metrics of rank 0; printed where no updating line shows them."""
         self._metrics.values, self._metrics.is_due = metrics, self._live is None
-        if self._age_s(self._metrics.printed_ns) >= METRICS_INTERVAL_S:
-            self._print_metrics()
+        self._print_metrics()
 
     def output(self, chunk: LogChunk) -> None:
         if self._router is not None and not self._router.route(chunk):
@@ -241,8 +241,7 @@ class JobPrinter:
         if reason and self._age_s(since_ns) >= SOON_S:
             self._planned = ("", 0)
             self.print_line(f"a change is planned: {reason}")
-        if self._metrics.is_due and self._age_s(self._metrics.printed_ns) >= METRICS_INTERVAL_S:
-            self._print_metrics()
+        self._print_metrics()
         if self._live is None and self._age_s(self._reported_ns) >= REPEAT_S:
             self._print_state()
         if self._live is None and self._age_s(self._paced_ns) >= REPEAT_S:
@@ -297,10 +296,16 @@ class JobPrinter:
         size, generation = workers(world_size(view)), view.record.generation
         self.print_line(f"{', '.join(filter(None, parts))} ({size}, generation {generation})")
 
-    def _print_metrics(self) -> None:
-        self._metrics.is_due, self._metrics.printed_ns = False, self._clock.monotonic_ns()
-        line = metrics_line(self._metrics.values)
-        if line and self._live is None:
+    def _print_metrics(self, *, is_over: bool = False) -> None:
+        """Print the newest metrics if they are due, and not too many were printed just now."""
+        metrics, now_ns = self._metrics, self._clock.monotonic_ns()
+        ahead_s = (metrics.paced_ns - now_ns) / 1e9
+        if not metrics.is_due or not (is_over or ahead_s < METRICS_AT_ONCE * METRICS_INTERVAL_S):
+            return
+        metrics.is_due = False
+        metrics.paced_ns = max(metrics.paced_ns, now_ns) + round(METRICS_INTERVAL_S * 1e9)
+        line = metrics_line(metrics.values)
+        if line:
             self.print_line(f"report: {line}")
 
     def _moving_line(self, spinner: Spinner) -> RenderableType:

@@ -381,6 +381,8 @@ class DataParallelTrainer:
             spec = self._submit(client, cluster)
             job_id, has_come = spec.job_id, False
             runner = self._reports(spec.name, job_id, spec.run_path)
+            printer = JobPrinter()
+            printer.print_line(f"run {spec.name}: results in {spec.run_path}")
 
             def interrupted() -> float | None:
                 nonlocal has_come
@@ -405,7 +407,7 @@ class DataParallelTrainer:
                 view = follow(
                     client,
                     job_id,
-                    JobPrinter(),
+                    printer,
                     on_report=self._on_report,
                     on_note=on_note,
                     on_interrupt=interrupted,

@@ -270,6 +270,24 @@ def test_a_group_that_takes_long_for_its_first_step_has_not_continued_training(
     ]
 
 
+def test_a_few_quick_reports_are_all_printed_and_of_many_one_a_second(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    for number in range(30):
+        printer.report({"epoch": number})
+    assert said(about) == [f"report: epoch={number}" for number in range(20)]
+    for _ in range(3):
+        clock.now_ns += S
+        printer.tick()
+    printer.report({"epoch": 30})
+    printer.report({"epoch": 31})
+    assert said(about)[20:] == ["report: epoch=29", "report: epoch=30", "report: epoch=31"]
+    printer.report({"epoch": 32})
+    printer.close()
+    assert said(about)[23:] == ["report: epoch=32"]
+
+
 def test_an_outage_is_said_ever_more_rarely_and_its_end_once(
     piped: Piped, clock: HandClock
 ) -> None:
