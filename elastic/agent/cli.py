@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -60,7 +61,7 @@ from elastic.runtime.leaving import run_process
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.ready import wait_address
 from elastic.runtime.rpc import parse_endpoint, parse_endpoints
-from elastic.runtime.tether import check_tether
+from elastic.runtime.tether import check_tether, is_cut
 from elastic.runtime.worker_ports import FLAG, PORTS_OF_A_WORKER, VARIABLE, PortRange
 from elastic.version import __version__
 
@@ -104,6 +105,7 @@ class Flags:
     metrics: str
     log_level: str
     tether_fd: int
+    removes_run_dir: bool
 
 
 @click.group(
@@ -223,6 +225,12 @@ class Flags:
     hidden=True,
     help="Reading end of a pipe whose closing ends the agent at once.",
 )
+@click.option(
+    "--removes-run-dir",
+    is_flag=True,
+    hidden=True,
+    help="Remove RUN_DIR if the process at the other end of the pipe is gone, which would have.",
+)
 # ELASTIC_VERSION is set on many machines, for another program.
 @click.version_option(__version__, prog_name="elastic-agent", allow_from_autoenv=False)
 @click.pass_context
@@ -248,6 +256,8 @@ def main(context: click.Context, /, **flags: object) -> None:
         code = exit_code(error)
         if lines.drain():
             click.echo(f"elastic-agent: {error}", err=True)
+    if given.removes_run_dir and is_cut(given.tether_fd):
+        shutil.rmtree(choose_run_dir(given), ignore_errors=True)
     if not lines.drain():
         os._exit(code)
     sys.exit(code)

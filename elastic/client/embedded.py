@@ -38,7 +38,7 @@ NOT_FOR_US = frozenset({
     "ELASTIC_DRAIN_TIMEOUT", "ELASTIC_EVENT_LOG",
     "ELASTIC_HOST", "ELASTIC_HTTP", "ELASTIC_LABELS", "ELASTIC_LISTEN", "ELASTIC_LOG_DIR",
     "ELASTIC_METRICS", "ELASTIC_NODE_ID",
-    "ELASTIC_NOTICES", "ELASTIC_RESOURCES", "ELASTIC_RUN_DIR",
+    "ELASTIC_NOTICES", "ELASTIC_REMOVES_RUN_DIR", "ELASTIC_RESOURCES", "ELASTIC_RUN_DIR",
     "ELASTIC_SPARES", "ELASTIC_STORE", "ELASTIC_STORE_CA", "ELASTIC_STORE_CERT",
     "ELASTIC_STORE_KEY", "ELASTIC_STORE_USER", "ELASTIC_STUDIES", "ELASTIC_TETHER_FD",
     "ELASTIC_TLS_CA", "ELASTIC_TLS_CERT", "ELASTIC_TLS_DIR", "ELASTIC_TLS_KEY", "ELASTIC_TOKENS",
@@ -135,6 +135,7 @@ def start_cluster(
             "--workers", workers, "--resources", amounts or "auto",
             "--token-file", str(token_file), "--node-id", "local",
             "--run-dir", str(directory), "--log-dir", str(directory / "logs"),
+            "--removes-run-dir",
         )  # fmt: skip
         cluster.address = _wait_ready(cluster, ready)
         _wait_node(cluster)

@@ -5,11 +5,11 @@ Rule: it is written atomically, so that a reader never sees a part of it.
 
 from __future__ import annotations
 
-import select
 import time
 from pathlib import Path
 
 from elastic.errors import CoordinatorUnreachable
+from elastic.runtime.tether import is_cut
 
 POLL_S = 0.01
 
@@ -39,12 +39,10 @@ def wait_address(path: Path, tether_fd: int, timeout_s: float) -> str:
         CoordinatorUnreachable: the wait timed out, or the process that started both is gone.
     """
     deadline = time.monotonic() + timeout_s
-    tether = select.poll()  # Unlike select(), it takes descriptors of 1,024 and more.
-    if tether_fd >= 0:
-        tether.register(tether_fd, select.POLLIN)
     while time.monotonic() < deadline:
         if path.exists() and (text := path.read_text().strip()):
             return address_in(text)
-        if tether.poll(POLL_S * 1e3):
+        if is_cut(tether_fd):
             raise CoordinatorUnreachable("(unknown)", "the process that started this agent is gone")
+        time.sleep(POLL_S)
     raise CoordinatorUnreachable("(unknown)", f"nothing stands in {path} after {timeout_s:g} s")

@@ -7,6 +7,7 @@ the reading end, which reaches its end when the last holder of the writing end i
 from __future__ import annotations
 
 import os
+import select
 import stat
 
 from elastic.errors import ConfigError
@@ -29,3 +30,11 @@ def check_tether(fd: int) -> None:
             f"--tether-fd {fd}: expected the read end of a pipe that the daemon's parent "
             f"keeps open; leave the option out if there is none"
         )
+
+
+def is_cut(fd: int) -> bool:
+    """Return whether the process at the other end is gone; False below 0, for no tether."""
+    tether = select.poll()  # Unlike select(), it takes descriptors of 1,024 and more.
+    if fd >= 0:
+        tether.register(fd, select.POLLIN)
+    return bool(tether.poll(0))

@@ -52,6 +52,30 @@ def test_a_driver_that_is_killed_leaves_no_cluster_behind(tmp_path: Path) -> Non
             os.kill(pid, signal.SIGKILL)
 
 
+STARTED = """
+import signal
+from elastic.client.embedded import start_cluster
+print(start_cluster(1).directory, flush=True)
+signal.pause()
+"""
+
+
+def test_a_script_that_is_killed_leaves_no_files_of_its_cluster_behind(tmp_path: Path) -> None:
+    script = subprocess.Popen(
+        [sys.executable, "-c", STARTED],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert script.stdout is not None
+    with script.stdout:
+        directory = Path(script.stdout.readline().strip())
+    assert (directory / "agent.log").exists()
+    script.kill()
+    script.wait()
+    wait_for(lambda: not directory.exists(), f"{directory} is still there")
+
+
 @pytest.fixture
 def listens_to_ctrl_c() -> Iterator[None]:
     """Shells start what they run in the background deaf to it."""
