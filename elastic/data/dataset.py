@@ -562,12 +562,19 @@ class Dataset:
         return train, test
 
     def streaming_split(
-        self, n: int, *, equal: bool = True, locality_hints: Any = None
+        self, n: int, *, equal: bool = False, locality_hints: Any = None
     ) -> list[DataIterator]:
-        """Return n iterators over disjoint parts of the rows, which together cover all."""
-        del equal, locality_hints
+        """Return n iterators over disjoint parts of the rows, which together cover all.
+
+        Their sizes differ by at most one row. With `equal` all yield as many batches, while
+        gradients are enabled: one that has no row for its last batch repeats another's.
+        """
+        del locality_hints
         table = table_of(self._node, in_memory)
-        return [DataIterator(lambda: table, partial(_fixed, one, n), Dataset) for one in range(n)]
+        return [
+            DataIterator(lambda: table, partial(_fixed, one, n), Dataset, pads=equal)
+            for one in range(n)
+        ]
 
     def set_name(self, name: str | None) -> None:
         """Of Ray, for its progress display; without effect."""

@@ -48,8 +48,8 @@ class DataIterator:
     """Yields one rank's part of a dataset; each pass is an epoch, also after one left early.
 
     Within a pass no row is dropped or repeated: if the rows do not divide evenly, some ranks have
-    one less. All ranks have the same number of batches (if fewer rows than ranks are left, a rank
-    without rows gets a copy of another rank's row, unless gradients are disabled).
+    one less. If `pads`, all ranks have the same number of batches: one without rows for its last
+    gets a copy of another rank's row, unless gradients are disabled.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class DataIterator:
         max_ranks: int = 1,
         feeders: Callable[[], FeederSource] | None = None,
         memory: int = SHUFFLE_BYTES,
+        pads: bool = False,
     ) -> None:
         """Read nothing yet.
 
@@ -71,6 +72,7 @@ class DataIterator:
             max_ranks: maximum number of ranks.
             feeders: makes a source of processes that compute batches ahead, for this rank.
             memory: bytes for rows that are read ahead to be shuffled.
+            pads: have as many batches on each rank, where each is followed by a collective.
         """
         self._table_of = table
         self._place = place
@@ -78,11 +80,14 @@ class DataIterator:
         self._max_ranks = max_ranks
         self._feeders = feeders
         self._memory = memory
+        self._pads = pads
         self._table: Table | None = None
         self._rows: Rows | None = None
         self._shuffles: tuple[bool, int] | None = None
         self._epoch = 0
         self._left: Ranges | None = None
+        # Of a pass that is gone on with: blocks that are shuffled together; None for our own.
+        self._window: int | None = None
         # Of the running pass: batches done, ranks, rows of a batch, drop_last.
         self._pass: tuple[int, int, int, bool] | None = None
         # Of a pass that yields rows one by one: how many it has yielded; else None.
@@ -128,19 +133,29 @@ class DataIterator:
         left = self._left_now()
         if not left:
             return {"epoch": self._epoch + 1, "left": None}
-        whole = left == [(0, self.table.rows)]
-        return {"epoch": self._epoch, "left": None if whole else [list(one) for one in left]}
+        if left == [(0, self.table.rows)]:
+            return {"epoch": self._epoch, "left": None}
+        # The order of a pass follows from it; ours, from the number of ranks and their memory.
+        window = self._window or self._reader().lanes.window
+        return {"epoch": self._epoch, "left": [list(one) for one in left], "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass the rest of the one in which `state_dict` was called."""
-        if set(state) != {"epoch", "left"}:
+        if set(state) - {"window"} != {"epoch", "left"}:
             raise UsageError(
                 f"load_state_dict: got {sorted(state)}: expected what state_dict() of such an "
                 f"iterator has returned"
             )
         left = state["left"]
-        self._epoch, self._pass = int(state["epoch"]), None
+        self._begin_at(int(state["epoch"]), state.get("window"))
         self._left = None if left is None else [(int(a), int(b)) for a, b in left]
+
+    def _begin_at(self, epoch: int, window: int | None = None) -> None:
+        """Make the next pass a whole one of this number."""
+        self._epoch, self._left, self._pass = epoch, None, None
+        if window != self._window:
+            self._window = window
+            self.close()
 
     def _left_now(self) -> Ranges:
         left = self._left if self._left is not None else [(0, self.table.rows)]
@@ -259,7 +274,7 @@ class DataIterator:
             # Limit the window: one that two ranks share is read by both.
             most = max(1, len(lanes.blocks) // (SHARES * self._max_ranks))
             if not table.is_small:
-                lanes = replace(lanes, window=min(lanes.window, most))
+                lanes = replace(lanes, window=self._window or min(lanes.window, most))
             self._rows = Rows(table, lanes, feeders=self._feeders)
         return self._rows
 
@@ -274,9 +289,7 @@ class DataIterator:
             whole: yield those of all ranks, on each rank.
         """
         if self._pass is not None:  # The pass before was left early: this is the next one.
-            self._epoch += 1
-            self._left = None
-            self._pass = None
+            self._begin_at(self._epoch + 1)
         left = self._left_now()
         if left and left[-1][1] > self.table.rows:
             raise UsageError(
@@ -285,7 +298,8 @@ class DataIterator:
                 f"dataset"
             )
         if not left:
-            self._epoch, left = self._epoch + 1, [(0, self.table.rows)]
+            self._begin_at(self._epoch + 1)
+            left = [(0, self.table.rows)]
         if not self.table.rows:
             return
         rank, world = (0, 1) if whole else self._place()
@@ -301,17 +315,15 @@ class DataIterator:
         self._left, self._pass = left, (0, world, size, drop_last)
         self._rows_done = None
         for number, (start, stop) in enumerate(spans):
-            self._pass = (number + 1, world, size, drop_last)
             places = places_of(mine, start, stop)
-            if not len(places):
-                if not _learns():
-                    continue
+            if not len(places) and self._pads and _learns():
                 places = [left[0][0]]  # A repeated row: other ranks wait for our backward.
             ahead = [(epoch, places_of(mine, *span)) for span in spans[number + 1 : number + 4]]
-            yield reader.get(epoch, places, ahead)
-        self._epoch = epoch + 1
-        self._left = None
-        self._pass = None
+            batch = reader.get(epoch, places, ahead) if len(places) else None
+            self._pass = (number + 1, world, size, drop_last)
+            if batch is not None:
+                yield batch
+        self._begin_at(epoch + 1)
 
 
 def _learns() -> bool:

@@ -181,6 +181,7 @@ class DatasetShard(DataIterator):
             max_ranks=context.max_workers,
             feeders=feeders_factory(given.config, given.secret),
             memory=given.config.shuffle_memory,
+            pads=True,
         )
         self._prepared: dict[Any, tuple[PreparedLoader, _Latest, Rows]] = {}
 

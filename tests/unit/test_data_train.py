@@ -31,6 +31,8 @@ from elastic import data, train
 from elastic.data import feeder as feeder_module
 from elastic.data import feeder_network
 from elastic.data import feeders as feeders_module
+from elastic.data import iterator as iterator_module
+from elastic.data import table as table_module
 from elastic.data.context import with_context
 from elastic.data.dataset import Dataset
 from elastic.data.feeder import BatchServer
@@ -466,6 +468,62 @@ def test_a_plain_pass_goes_on_elsewhere_at_another_size(table: Path) -> None:
     assert sorted(seen) == list(range(ROWS))
 
 
+def test_a_plain_pass_goes_on_with_other_workers_and_another_memory(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_module, "SMALL_ROWS", 100)
+    monkeypatch.setattr(iterator_module, "SHARES", 4)
+    node = data.read_parquet(table).select_columns(["id"]).random_shuffle(seed=3).node
+    whole = table_of(node, in_memory)
+
+    def member(rank: int, world_size: int, **options: Any) -> DataIterator:
+        return DataIterator(lambda: whole, lambda: (rank, world_size), Dataset, **options)
+
+    seen: list[int] = []
+    for rank in range(3):
+        iterator = member(rank, 3, max_ranks=3)
+        batches = iter(iterator.iter_batches(batch_size=70))
+        seen += np.concatenate([next(batches)["id"] for _ in range(11)]).tolist()
+    state = json.loads(json.dumps(iterator.state_dict()))
+    iterator = member(0, 1, memory=2**20)
+    iterator.load_state_dict(state)
+    assert iterator.state_dict() == state
+    seen += [row["id"] for row in iterator.iter_rows()]
+    assert sorted(seen) == list(range(ROWS))
+    fresh = member(0, 1, memory=2**20)
+    fresh.load_state_dict({"epoch": 1, "left": None})
+    assert [*iterator.iter_rows()] == [*fresh.iter_rows()]
+
+
+def test_parts_of_a_split_have_each_row_once_and_equal_ones_as_many_batches() -> None:
+    for rows in (3, 10):
+        parts = data.range(rows).streaming_split(4)
+        assert sorted(row["id"] for part in parts for row in part.iter_rows()) == [*range(rows)]
+        batches = [[*part.iter_batches(batch_size=1)] for part in parts]
+        assert sorted(one["id"][0] for part in batches for one in part) == [*range(rows)]
+    equal = data.range(10).streaming_split(4, equal=True)
+    assert [len([*part.iter_batches(batch_size=1)]) for part in equal] == [3] * 4
+
+
+def test_a_pass_goes_on_at_a_batch_that_could_not_be_computed() -> None:
+    is_broken = True
+
+    def once(batch: dict[str, Any]) -> dict[str, Any]:
+        if is_broken and 4 in batch["id"]:
+            raise OSError("no connection")
+        return batch
+
+    iterator = data.range(9).map_batches(once).iterator()
+    batches = iter(iterator.iter_batches(batch_size=2))
+    seen = [*next(batches)["id"], *next(batches)["id"]]
+    with pytest.raises(OSError, match="no connection"):
+        next(batches)
+    is_broken = False
+    again = data.range(9).map_batches(once).iterator()
+    again.load_state_dict(iterator.state_dict())
+    assert [*seen, *(row["id"] for row in again.iter_rows())] == [*range(9)]
+
+
 @pytest.mark.parametrize(
     ("rows", "passes"),
     [
@@ -514,7 +572,7 @@ def test_a_pass_after_one_that_was_left_early_has_all_rows() -> None:
     whole = table_of(data.range(100).node, in_memory)
     iterator = DataIterator(lambda: whole, lambda: (0, 1), Dataset)
     next(iter(iterator.iter_torch_batches(batch_size=10)))
-    assert iterator.state_dict() == {"epoch": 0, "left": [[10, 100]]}
+    assert iterator.state_dict() == {"epoch": 0, "left": [[10, 100]], "window": 1}
     assert sum(1 for _ in iterator.iter_rows()) == 100
     assert iterator.state_dict() == {"epoch": 2, "left": None}
 
