@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from elastic.worker.data.randomness import seeded
 
 
 @dataclass
@@ -38,13 +41,23 @@ class Function:
         """Return whether it is a class, so that the first call creates an instance."""
         return inspect.isclass(self.given)
 
-    def __call__(self, *values: Any, **more: Any) -> Any:
-        """Call it, and wait for it if it is async; the first call creates a class's instance."""
+    def made(self) -> Any:
+        """Return what is called; the first time this creates a class's instance.
+
+        What that draws at random is the same in each process: whichever batch comes first in one
+        has no part in it.
+        """
         if self._called is None:
-            self._called = self.given
+            called = self.given
             if self.is_class:
-                self._called = self.given(*self.constructor_args, **(self.constructor_kwargs or {}))
-        found = self._called(*values, *self.args, **(self.kwargs or {}), **more)
+                with seeded(zlib.crc32(self.name.encode())):
+                    called = self.given(*self.constructor_args, **(self.constructor_kwargs or {}))
+            self._called = called
+        return self._called
+
+    def __call__(self, *values: Any, **more: Any) -> Any:
+        """Call it, and wait for it if it is async."""
+        found = self.made()(*values, *self.args, **(self.kwargs or {}), **more)
         if inspect.isasyncgen(found):
             return (one for one in self._awaited(_listed(found)))
         return self._awaited(found) if inspect.iscoroutine(found) else found

@@ -113,6 +113,7 @@ class MapRows(Operation):
         return of_rows(found)
 
     def _try(self, row: dict[str, Any]) -> Any:
+        self.function.made()  # An error of a class's constructor is that of no row.
         try:
             return self.function(row)
         except Exception as error:

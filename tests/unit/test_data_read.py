@@ -865,6 +865,21 @@ def test_rows_that_functions_of_batches_add_are_counted_and_in_some_part() -> No
     parts = [*ds.split(3), *data.range(10).map_batches(twice).split(3)]
     assert sum(part.count() for part in parts) == 40
 
+
+def test_the_error_of_a_constructor_is_that_of_no_row() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise OSError("no model")
+
+        def __call__(self, row: dict[str, Any]) -> Any:
+            return row
+
+    for ds in (data.range(3).map, data.range(3).filter, data.range(3).flat_map):
+        left = ds(Broken, on_error="skip")
+        for _ in range(2):
+            with pytest.raises(OSError, match="no model"):
+                left.take_all()
+
     def refuse(batch: Any) -> Any:
         raise AssertionError("called to split what is read later")
 

@@ -524,6 +524,31 @@ def test_a_pass_goes_on_at_a_batch_that_could_not_be_computed() -> None:
     assert [*seen, *(row["id"] for row in again.iter_rows())] == [*range(9)]
 
 
+class Projection:
+    def __init__(self) -> None:
+        self.weights = np.random.rand(3)
+        self.layer = nn.Linear(1, 1)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        drawn = np.random.rand(len(batch["id"]), 3)
+        return {"x": batch["id"][:, None] * self.weights + self.layer.bias.item() + drawn}
+
+
+def test_what_a_class_draws_does_not_depend_on_the_batch_that_comes_first() -> None:
+    whole = table_of(data.range(90).map_batches(Projection).node, in_memory)
+
+    def batch_of(*firsts: int) -> list[Any]:
+        process = pickle.loads(cloudpickle.dumps(whole))
+        rows = Rows(process, process.lanes(1, 10))
+        found = [rows.get(0, np.arange(first, first + 10))["x"].tolist() for first in firsts]
+        rows.close()
+        return found[-1]
+
+    state = torch.random.get_rng_state()
+    assert batch_of(0, 40, 20) == batch_of(20)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
 @pytest.mark.parametrize(
     ("rows", "passes"),
     [
