@@ -59,6 +59,7 @@ from elastic.data.nodes import (
     Read,
     Shuffle,
     Slice,
+    skipped_of,
     Union,
     Zip,
     begin_pass,
@@ -677,11 +678,8 @@ class Dataset:
                 lines.append(
                     f"{node.source.name}: {len(listing.files)} files, {size:,} bytes{blocks}"
                 )
-                for what, count in node.source.skipped.most.items():
-                    lines.append(f"{node.source.name}: {count} {what} left out")
-            if isinstance(node, Apply):
-                for what, count in node.operation.skipped.most.items():
-                    lines.append(f"{node.operation!r}: {count} {what} left out")
+        for name, skipped in skipped_of(self._node):
+            lines += [f"{name}: {count} {what} left out" for what, count in skipped.most.items()]
         return "\n".join(lines)
 
     def sum(self, on: str | Sequence[str] | None = None, ignore_nulls: bool = True) -> Any:

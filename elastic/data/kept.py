@@ -1,7 +1,8 @@
 """The record of a run's datasets in its directory.
 
-Rule: RUN/data/<name>.json lists the files of a dataset with their sizes and stamps; rows without
-random access are stored beside it, as parquet files. A resumed run gets the same rows, or an error.
+Rule: RUN/data/<name>.json lists the files of a dataset with their sizes and stamps, and counts what
+was skipped; rows without random access are stored beside it, as parquet files. A resumed run gets
+the same rows, or an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from elastic.data.batches import arrow, to_table
 from elastic.data.files import DataError, File, check_unchanged
-from elastic.data.nodes import Node, Read, table_of, write_part
+from elastic.data.nodes import Node, Read, skipped_of, table_of, write_part
 from elastic.data.parquet import Parquet
 from elastic.data.sources import Block, Memory, Source
 from elastic.data.table import Part, Table
@@ -55,6 +56,8 @@ def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | 
                 f"{saved['blocks']} blocks, and now {[len(p.blocks) for p in table.parts]}; begin "
                 f"a new run under another name"
             )
+        for (_, skipped), counts in zip(skipped_of(node), saved.get("skipped", ()), strict=False):
+            skipped.most.update(counts)
         return table
     if not writes:
         return None
@@ -82,6 +85,7 @@ def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | 
             for part in kept_parts
         ],
         "blocks": [len(part.blocks) for part in table.parts],
+        "skipped": [skipped.most for _, skipped in skipped_of(node)],
     }
     run.write(path, json.dumps(saved).encode())
     return table

@@ -34,6 +34,7 @@ from elastic.data.files import Reader
 from elastic.data.functions import Function
 from elastic.data.operations import Blocks, Fetch, Fill, MapBatches, Operation, row_slice
 from elastic.data.parquet import Parquet
+from elastic.data.skipped import SkippedCounts
 from elastic.data.sources import FileSource, Memory, Source, bytes_of
 from elastic.data.table import Part, Table
 from elastic.data.table_reader import TableReader
@@ -332,11 +333,17 @@ def _behind(part: Part, operation: Operation) -> Part:
 
 def begin_pass(node: Node) -> None:
     """Count anew what is skipped."""
+    for _, skipped in skipped_of(node):
+        skipped.begin_pass()
+
+
+def skipped_of(node: Node) -> Iterator[tuple[str, SkippedCounts]]:
+    """Yield the names and counts of all that may leave something out, in order."""
     for one in nodes_of(node):
         if isinstance(one, Read):
-            one.source.skipped.begin_pass()
+            yield one.source.name, one.source.skipped
         elif isinstance(one, Apply):
-            one.operation.skipped.begin_pass()
+            yield repr(one.operation), one.operation.skipped
 
 
 def nodes_of(node: Node) -> Iterator[Node]:

@@ -549,6 +549,18 @@ def test_what_a_class_draws_does_not_depend_on_the_batch_that_comes_first() -> N
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_what_was_left_out_is_counted_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    def inverse(row: dict[str, Any]) -> dict[str, Any]:
+        return {"x": 1 / row["id"]}
+
+    for _ in range(2):
+        ds = data.range(5).map(inverse, on_error="skip")
+        found = table_of_run(ds.node, "train", Files(str(tmp_path)), writes=True)
+        assert found is not None
+        assert found.rows == 4
+        assert "map(inverse): 1 rows left out" in ds.stats()
+
+
 @pytest.mark.parametrize(
     ("rows", "passes"),
     [
