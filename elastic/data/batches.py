@@ -7,6 +7,7 @@ other form only when an operation needs that one, and rows keep their order.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ Batch = Any
 """A pyarrow.Table, or a dict of NumPy arrays."""
 NUMERIC = "biufcmM"
 """Kinds of NumPy's types whose rows are stacked to one array."""
+HOLDERS = frozenset({dict, list, np.ndarray})
+"""Types of values that can be written to."""
 FORMATS = ("default", "numpy", "pandas", "pyarrow")
 EXTRA = "pip install 'elastic-torch[data]'"
 
@@ -92,8 +95,11 @@ def sliced(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def writable(values: Any) -> Any:
-    """Return an array that a function may write to."""
-    return values if values.flags.writeable else values.copy()
+    """Return an array that a function may write to, and to the arrays and lists in it."""
+    if values.flags.writeable:
+        return values
+    holds = values.dtype == object and not HOLDERS.isdisjoint(map(type, values.ravel()))
+    return copy.deepcopy(values) if holds else values.copy()
 
 
 def taken(batch: Batch, rows: Any) -> Batch:

@@ -218,6 +218,16 @@ def test_functions_may_write_to_what_they_get_and_change_no_row_of_the_dataset()
                 batch["data"] *= 3
     assert given.sum() == 8
 
+    def grow(row: dict[str, Any]) -> dict[str, Any]:
+        row["x"][0] += 1
+        row["y"]["n"] = 9
+        return row
+
+    uneven = data.from_items([{"x": np.zeros(n + 1), "y": {"n": n}} for n in range(2)])
+    for _ in range(2):
+        assert [row["x"][0] for row in uneven.map(grow).take()] == [1, 1]
+    assert [(row["x"].sum(), row["y"]["n"]) for row in uneven.take()] == [(0, 0), (0, 1)]
+
 
 def test_rows_have_what_is_missing_and_times_as_they_are(tmp_path: Path) -> None:
     big = 2**60 + 1
