@@ -299,7 +299,7 @@ def _aggregated(
     fast = [one for one in functions if one.kernel is not None]
     kernels = [one.kernel for one in fast] or [([], "count_all", None)]
     with explained("aggregate", table, [*keys, *read]):
-        found = table.group_by(list(keys), use_threads=False).aggregate(kernels)
+        found = _unsigned(table, keys).group_by(list(keys), use_threads=False).aggregate(kernels)
     names = [*keys, *([one.name for one in fast] or ["count()"])]
     found = found.rename_columns(names)
     if keys:
@@ -321,7 +321,11 @@ def _groups(table: Any, keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
         return
     check_columns(keys, table.column_names, "Dataset.groupby")
     with explained("groupby", table, keys):
-        counts = table.group_by(list(keys), use_threads=False).aggregate([([], "count_all")])
+        counts = (
+            _unsigned(table, keys)
+            .group_by(list(keys), use_threads=False)
+            .aggregate([([], "count_all")])
+        )
     rising = [False] * len(keys)
     counts, table = (_in_order(one, keys, rising, "groupby") for one in (counts, table))
     sizes = counts.column("count_all").to_pylist()
@@ -329,6 +333,18 @@ def _groups(table: Any, keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
         values = tuple(counts.column(key)[number].as_py() for key in keys)
         rows = table.slice(start, sizes[number])
         yield values[0] if len(values) == 1 else values, rows
+
+
+def _unsigned(table: Any, keys: Sequence[str]) -> Any:
+    """Return a table with one zero in columns of numbers; Arrow groups 0.0 and -0.0 apart."""
+    pa = arrow()
+    add = __import__("pyarrow.compute").compute.add
+    for key in keys:
+        kind = table.schema.field(key).type
+        if kind in (pa.float32(), pa.float64()):
+            place = table.schema.get_field_index(key)
+            table = table.set_column(place, key, add(table.column(key), pa.scalar(0.0, kind)))
+    return table
 
 
 def _mapped(table: Any, *, keys: Sequence[str], each: MapBatches) -> Iterator[Batch]:

@@ -63,6 +63,10 @@ def test_groups_have_the_aggregates_that_pandas_finds() -> None:
     assert groups.std("x", ddof=0).columns() == ["g", "s", "std(x)"]
     tops = groups.map_groups(lambda rows: rows.nlargest(1, "x"), batch_format="pandas")
     assert column(tops, "x") == theirs.max().tolist()
+    signed = data.from_items([{"k": k, "n": n} for n, k in enumerate([0.0, 1.0, -0.0, 0.0])])
+    assert column(signed.groupby("k").sum("n"), "sum(n)") == [5, 1]
+    parts = signed.groupby("k").map_groups(lambda rows: {"n": [len(rows["n"])]})
+    assert column(parts, "n") == [3, 1]
 
 
 def test_all_rows_are_aggregated_in_one_call_or_column_by_column() -> None:
