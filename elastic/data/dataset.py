@@ -38,13 +38,7 @@ from elastic.data.batches import (
     to_pandas,
     to_table,
 )
-from elastic.data.context import (
-    MixStoppingCondition,
-    RandomSeedConfig,
-    SaveMode,
-    reseeds,
-    seed_of,
-)
+from elastic.data.context import MixStoppingCondition, RandomSeedConfig, reseeds, seed_of
 from elastic.data.databases import Lance
 from elastic.data.engines import Engine, engine_of
 from elastic.data.expressions import Expr, Unnested, expression_of
@@ -59,13 +53,13 @@ from elastic.data.nodes import (
     Read,
     Shuffle,
     Slice,
-    skipped_of,
     Union,
     Zip,
     begin_pass,
     counted,
     in_memory,
     nodes_of,
+    skipped_of,
     table_of,
 )
 from elastic.data.operations import (
@@ -85,24 +79,19 @@ from elastic.data.parquet import Parquet
 from elastic.data.sources import FileSource, Memory, check_on_error
 from elastic.data.webdataset import coders_of, encoded, write_tar
 from elastic.data.writing import (
+    PARQUET_OPTIONS,
     Sink,
     by_rows,
-    first_free,
     json_of,
     tables_alike,
     write_parquet,
     write_partitions,
+    writing_to,
 )
 from elastic.errors import UsageError
-from elastic.storage.files import Files
-from elastic.storage.filesystems import as_fsspec
 
 if TYPE_CHECKING:
     from elastic.data.aggregate import AggregateFn
-
-ROWS_PER_FILE = ("max_rows_per_file", "num_rows_per_file", "min_rows_per_file")
-"""Ray's arguments for how many rows a file has that is written; the first one counts."""
-
 
 _FRAMEWORKS = "the rows go to PyTorch: iter_torch_batches, to_torch; or iter_batches for arrays"
 _FRAMES = "to_pandas() for what fits in memory, write_parquet(path) for what does not"
@@ -873,19 +862,22 @@ class Dataset:
             path: of the folder.
             partition_cols: columns that become folders like "year=2024" instead.
             others: mode, of SaveMode: by default files are added to those that are there;
-                filesystem, of fsspec or pyarrow, that the path is in; max_rows_per_file; Ray's,
+                filesystem, of fsspec or pyarrow, that the path is in; max_rows_per_file;
+                filename_provider, of `elastic.data.datasource`, which names the files, and replaces
+                those that have such a name; compression and others of pyarrow.parquet; Ray's,
                 without effect here.
         """
-        if (target := _target("write_parquet", path, others)) is None:
-            return
-        files, rows = target
-        tables = tables_alike(self._stream())
-        batches, number = _watched(tables, "write_parquet"), first_free(files)
-        if partition_cols:
-            write_partitions(batches, files, names_of(partition_cols), number, rows)
-            return
-        for some in by_rows(batches, rows):
-            number = write_parquet(some, files, "", number)
+        options = {name: others.pop(name) for name in PARQUET_OPTIONS if name in others}
+        with writing_to("write_parquet", path, others) as target:
+            if target is None:
+                return
+            batches = _watched(tables_alike(self._stream()), "write_parquet")
+            if partition_cols:
+                write_partitions(batches, target, names_of(partition_cols), options)
+                return
+            name_of = partial(target.name_of_rows, ending="parquet")
+            for some in by_rows(batches, target.rows_per_file):
+                write_parquet(some, target.files, name_of, options)
 
     def write_csv(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write all rows to a CSV file in a folder; others as in `write_parquet`.
@@ -955,19 +947,19 @@ class Dataset:
             path: of the folder.
             column: of arrays: height, width, and channels if any.
             file_format: of Pillow, such as "png" or "jpeg".
-            others: Ray's, without effect here.
+            others: as in `write_parquet`; filename_provider sees all columns.
         """
         from PIL import Image
 
-        if (target := _target("write_images", path, others)) is None:
-            return
-        files, _ = target
-        rows = self.select_columns([column]).iter_rows()
-        for number, row in enumerate(rows, start=first_free(files)):
-            held = io.BytesIO()
-            Image.fromarray(row[column]).save(held, format=file_format)
-            with files.writing(f"{number:06d}.{file_format}") as output:
-                output.write(held.getvalue())
+        with writing_to("write_images", path, others) as target:
+            if target is None:
+                return
+            ds = self.select_columns([column]) if target.provider is None else self
+            for row in ds.iter_rows():
+                held = io.BytesIO()
+                Image.fromarray(row[column]).save(held, format=file_format)
+                with target.files.writing(target.name_of_row(row, file_format)) as output:
+                    output.write(held.getvalue())
 
     def write_webdataset(
         self, path: str | os.PathLike[str], *, encoder: Any = True, **others: Any
@@ -1021,14 +1013,14 @@ class Dataset:
 
         Their names end as the method's, unless `ending` says otherwise.
         """
-        if (target := _target(what, path, others)) is None:
-            return
-        files, rows = target
-        parts = by_rows(_watched(batches, what), rows)
-        for number, some in enumerate(parts, start=first_free(files)):
-            name = f"part-{number:05d}.{ending or what.removeprefix('write_')}"
-            with files.writing(name) as output:
-                write(output, some)
+        with writing_to(what, path, others) as target:
+            if target is None:
+                return
+            for some in by_rows(_watched(batches, what), target.rows_per_file):
+                first = next(some, None)
+                name = target.name_of_rows(first, ending or what.removeprefix("write_"))
+                with target.files.writing(name) as output:
+                    write(output, itertools.chain([] if first is None else [first], some))
 
     # --------------------------------------------------------------------- engines
 
@@ -1137,38 +1129,6 @@ def _fixed(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def _target(
-    what: str, path: str | os.PathLike[str], others: dict[str, Any]
-) -> tuple[Files, int | None] | None:
-    """Return the folder to write to, and the rows of a file; None if nothing is to be written.
-
-    Raises:
-        UsageError: an argument is unknown, or there are files and must not be.
-    """
-    filesystem, mode = others.pop("filesystem", None), others.pop("mode", SaveMode.APPEND)
-    sizes = [others.pop(name, None) for name in ROWS_PER_FILE]
-    rows = next((check_size(one, what, "rows per file") for one in sizes if one is not None), None)
-    check_others(what, others, "min_bytes_per_file")
-    if mode not in [*SaveMode, *(one.value for one in SaveMode)]:
-        known = ", ".join(one.value for one in SaveMode)
-        raise UsageError(f"Dataset.{what}: mode={mode!r}: expected one of {known}")
-    files = Files(_absolute(path))
-    if filesystem is not None:
-        found, inside = as_fsspec(filesystem, os.fspath(path))
-        files = Files(inside, found)
-    mode = SaveMode(mode)
-    there = [] if mode is SaveMode.APPEND else files.list("*")
-    if there and mode is SaveMode.ERROR:
-        raise UsageError(
-            f"Dataset.{what}: {files.path} holds {there[0]} already: expected an empty folder, or "
-            f"another mode"
-        )
-    if there and mode is SaveMode.OVERWRITE:
-        for name in there:
-            files.delete(name)
-    return None if there and mode is SaveMode.IGNORE else (files, rows)
-
-
 def _with_columns(batch: Batch, names: Sequence[str], what: str) -> Batch:
     """Return a batch with its columns in the order of the first batch.
 
@@ -1182,11 +1142,6 @@ def _with_columns(batch: Batch, names: Sequence[str], what: str) -> Batch:
             f"expected the same in all: select_columns([...])"
         )
     return {name: batch[name] for name in names} if isinstance(batch, dict) else batch.select(names)
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
 def _reported(node: Node) -> list[str]:

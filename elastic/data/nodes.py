@@ -501,7 +501,8 @@ def write_part(batches: Iterator[Batch], files: Files, folder: str) -> Part:
     """
     for left in files.list(f"{folder}/*.parquet"):  # By an attempt that was killed.
         files.delete(left)
-    write_parquet(batches, files, folder)
+    numbers = itertools.count()
+    write_parquet(batches, files, lambda _: f"{folder}/part-{next(numbers):05d}.parquet")
     source = Parquet("rows kept with the run", paths=f"{files.path}/{folder}", is_kept=True)
     if not files.list(f"{folder}/*.parquet"):
         return Part(source, (), ())

@@ -1,4 +1,4 @@
-"""Writes rows to files: parquet of moderate row groups and sizes, which reads well, and JSON."""
+"""Writes rows to files: their names, parquet of moderate row groups and sizes, and JSON."""
 
 from __future__ import annotations
 
@@ -6,29 +6,41 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.data.arguments import check_others
 from elastic.data.batches import (
     Batch,
     arrow,
     check_columns,
+    check_size,
     joined,
     num_rows,
     sliced,
     to_table,
 )
+from elastic.data.context import SaveMode
+from elastic.data.datasource.filename_provider import FilenameProvider
 from elastic.data.sources import bytes_of
 from elastic.errors import UsageError
 from elastic.storage.files import Files
+from elastic.storage.filesystems import as_fsspec
 
 GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
 """Size limits of a row group."""
 FILE_BYTES = 256 * 1024**2
 NUMBERED = re.compile(r"(?:part-)?(\d+)")
 """Names of files that are written here: their numbers."""
+ROWS_PER_FILE = ("max_rows_per_file", "num_rows_per_file", "min_rows_per_file")
+"""Ray's arguments for how many rows a file has that is written; the first one counts."""
+PARQUET_OPTIONS = ("compression", "compression_level", "use_dictionary", "version")
+"""Of pyarrow's, those that `write_parquet` hands on."""
 
 
 class Sink:
@@ -57,11 +69,101 @@ class Sink:
         """Do nothing: the code that opened the file closes it."""
 
 
-def first_free(files: Files) -> int:
+@dataclass
+class WriteTarget:
+    """A folder that files are written to.
+
+    Attributes:
+        files: the folder.
+        rows_per_file: rows of a file at most, None for no limit.
+        provider: names the files; None for numbers.
+        first: the number of the first one: larger than those of all that are there.
+        written: names that were given.
+    """
+
+    files: Files
+    rows_per_file: int | None
+    provider: FilenameProvider | None
+    first: int
+    written: set[str] = field(default_factory=set)
+    _uuid: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def name_of_rows(self, rows: Batch | None, ending: str) -> str:
+        """Return the name of the next file, whose first rows are known.
+
+        Raises:
+            UsageError: another file was given the same.
+        """
+        number = len(self.written)
+        if self.provider is None:
+            return self._given(f"part-{self.first + number:05d}.{ending}")
+        block = None if rows is None else to_table(rows)
+        return self._given(self.provider.get_filename_for_block(block, self._uuid, number, 0))
+
+    def name_of_row(self, row: dict[str, Any], ending: str) -> str:
+        """Return the name of the next file, which has this row only; see `name_of_rows`."""
+        number = len(self.written)
+        if self.provider is None:
+            return self._given(f"{self.first + number:06d}.{ending}")
+        return self._given(self.provider.get_filename_for_row(row, self._uuid, 0, 0, number))
+
+    def _given(self, name: str) -> str:
+        if name in self.written:
+            raise UsageError(
+                f"filename_provider: {type(self.provider).__name__} has named two files {name!r}: "
+                f"expected names that differ by task_index, or for images by row_index"
+            )
+        self.written.add(name)
+        return name
+
+
+@contextlib.contextmanager
+def writing_to(
+    what: str, path: str | os.PathLike[str], others: dict[str, Any]
+) -> Iterator[WriteTarget | None]:
+    """Open a folder to write to; None if nothing is to be written.
+
+    Files that are replaced are deleted once the block has written all: it may read from them.
+
+    Raises:
+        UsageError: an argument is unknown, or there are files and must not be.
+    """
+    filesystem, mode = others.pop("filesystem", None), others.pop("mode", SaveMode.APPEND)
+    provider = others.pop("filename_provider", None)
+    sizes = [others.pop(name, None) for name in ROWS_PER_FILE]
+    rows = next((check_size(one, what, "rows per file") for one in sizes if one is not None), None)
+    check_others(what, others, "min_bytes_per_file", "try_create_dir")
+    if mode not in [*SaveMode, *(one.value for one in SaveMode)]:
+        known = ", ".join(one.value for one in SaveMode)
+        raise UsageError(f"Dataset.{what}: mode={mode!r}: expected one of {known}")
+    files = Files(absolute(path))
+    if filesystem is not None:
+        found, inside = as_fsspec(filesystem, os.fspath(path))
+        files = Files(inside, found)
+    mode, there = SaveMode(mode), [one.path for one in files.tree()]
+    if there and mode is SaveMode.ERROR:
+        raise UsageError(
+            f"Dataset.{what}: {files.path} holds {there[0]} already: expected an empty folder, or "
+            f"another mode"
+        )
+    target = WriteTarget(files, rows, provider, _first_free(there))
+    yield None if there and mode is SaveMode.IGNORE else target
+    if mode is SaveMode.OVERWRITE:
+        for name in there:
+            if name not in target.written:
+                files.delete(name)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return a local path without "~", and from the root."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _first_free(names: Iterable[str]) -> int:
     """Return the number of the next file: larger than those of all that are there."""
-    files.fs.invalidate_cache()
-    names = (str(one).rpartition("/")[2] for one in files.fs.find(files.root))
-    return max((int(found[1]) for one in names if (found := NUMBERED.match(one))), default=-1) + 1
+    numbers = [NUMBERED.match(one.rpartition("/")[2]) for one in names]
+    return max((int(one[1]) for one in numbers if one), default=-1) + 1
 
 
 def by_rows(batches: Iterator[Batch], rows: int | None) -> Iterator[Iterator[Batch]]:
@@ -125,14 +227,19 @@ def _rounds(one: Any, other: Any) -> bool:
     return is_floating(one) and is_floating(other) and bool(one.bit_width > other.bit_width)
 
 
-def write_parquet(batches: Iterator[Batch], files: Files, folder: str, number: int = 0) -> int:
-    """Write rows to parquet files of moderate row groups; return the number of the next file.
+def write_parquet(
+    batches: Iterator[Batch],
+    files: Files,
+    name_of: Callable[[Any], str],
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Write rows to parquet files of moderate row groups.
 
     Args:
         batches: the rows.
         files: the directory.
-        folder: in it, "" for none.
-        number: of the first file.
+        name_of: returns the name of a file, given its first rows.
+        options: of pyarrow.
 
     Raises:
         StorageError: they cannot be written.
@@ -140,31 +247,28 @@ def write_parquet(batches: Iterator[Batch], files: Files, folder: str, number: i
     groups = _row_groups(batches)
     first = next(groups, None)
     while first is not None:
-        with files.writing(f"{folder}/part-{number:05d}.parquet".lstrip("/")) as output:
-            first = _write_file(output, first, groups)
-        number += 1
-    return number
+        with files.writing(name_of(first)) as output:
+            first = _write_file(output, first, groups, options or {})
 
 
 def write_partitions(
     batches: Iterator[Batch],
-    files: Files,
+    target: WriteTarget,
     columns: Sequence[str],
-    number: int,
-    rows_per_file: int | None,
+    options: Mapping[str, Any],
 ) -> None:
     """Write rows to parquet files in folders of the values of columns, such as "year=2024/".
 
     Args:
         batches: the rows.
-        files: the directory.
+        target: of the folders.
         columns: of the folders.
-        number: is in the names of the files: no earlier ones have it.
-        rows_per_file: at most so many, None for no limit.
+        options: of pyarrow.
 
     Raises:
         UsageError: there is no such column.
     """
+    files, rows_per_file = target.files, target.rows_per_file
     dataset = __import__("pyarrow.dataset").dataset
     tables = _row_groups(batches)
     first = next(tables, None)
@@ -177,6 +281,11 @@ def write_partitions(
         for table in itertools.chain([first], tables)
         for batch in table.cast(schema).to_batches()
     )
+    begin, end = os.path.splitext(target.name_of_rows(first, "parquet"))
+
+    def note(file: Any) -> None:
+        target.written.add(str(file.path).removeprefix(f"{files.root}/"))
+
     dataset.write_dataset(
         arrow().RecordBatchReader.from_batches(schema, rows),
         files.root,
@@ -185,7 +294,9 @@ def write_partitions(
         partitioning=dataset.partitioning(
             arrow().schema([schema.field(name) for name in columns]), flavor="hive"
         ),
-        basename_template=f"part-{number:05d}-{{i}}.parquet",
+        basename_template=f"{begin}-{{i}}{end}",
+        file_options=dataset.ParquetFileFormat().make_write_options(**options),
+        file_visitor=note,
         existing_data_behavior="overwrite_or_ignore",
         max_partitions=GROUP_ROWS,
         max_rows_per_file=rows_per_file or 0,
@@ -194,14 +305,15 @@ def write_partitions(
     )
 
 
-def _write_file(output: Any, table: Any, groups: Iterator[Any]) -> Any:
+def _write_file(output: Any, table: Any, groups: Iterator[Any], options: Mapping[str, Any]) -> Any:
     """Write row groups until the file is large enough, or the schema changes; return the next."""
     import pyarrow.parquet as parquet
 
     pa = arrow()
     size = 0
     following: Any = table
-    with parquet.ParquetWriter(pa.PythonFile(Sink(output.write), mode="w"), table.schema) as writer:
+    sink = pa.PythonFile(Sink(output.write), mode="w")
+    with parquet.ParquetWriter(sink, table.schema, **options) as writer:
         while following is not None and size < FILE_BYTES and following.schema == table.schema:
             writer.write_table(following, row_group_size=max(1, following.num_rows))
             size += following.nbytes

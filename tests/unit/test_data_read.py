@@ -28,6 +28,7 @@ from pyarrow.fs import LocalFileSystem
 from elastic import data
 from elastic.data import nodes, writing
 from elastic.data.collate_fn import ArrowBatchCollateFn
+from elastic.data.datasource import FilenameProvider
 from elastic.data.datasource.partitioning import Partitioning
 from elastic.data.expressions import lit
 from elastic.data.files import DataError, filesystem_of
@@ -430,6 +431,69 @@ def test_what_is_written_is_added_or_replaces_or_is_left(tmp_path: Path) -> None
             tmp_path / "folders", partition_cols=["k"]
         )
     assert data.read_parquet(tmp_path / "folders").count() == 8
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "json"])
+def test_what_is_replaced_is_there_until_all_is_written(tmp_path: Path, ending: str) -> None:
+    def rows_in(ds: Any) -> list[int]:
+        return sorted(ids_of(ds.iter_rows()))
+
+    folder, read = tmp_path / "out", getattr(data, f"read_{ending}")
+    write = f"write_{ending}"
+    getattr(data.range(9), write)(folder, max_rows_per_file=4)
+    broken = read(folder).map(lambda row: {"id": 1 // (row["id"] - 8)})
+    with pytest.raises(ZeroDivisionError):
+        getattr(broken, write)(folder, mode="overwrite")
+    assert rows_in(read(folder)) == [*range(9)]
+    getattr(read(folder).filter(lambda row: row["id"] > 4), write)(folder, mode="overwrite")
+    assert rows_in(read(folder)) == [5, 6, 7, 8]
+
+
+def test_folders_of_columns_are_replaced(tmp_path: Path) -> None:
+    for count in (9, 3):
+        ds = data.range(count).add_column("k", lambda f: f["id"] % 2)
+        ds.write_parquet(tmp_path, partition_cols=["k"], mode="overwrite", compression="zstd")
+    (file,) = tmp_path.glob("k=1/*.parquet")
+    assert pq.ParquetFile(file).metadata.row_group(0).column(0).compression == "ZSTD"
+    assert sorted(ids_of(data.read_parquet(tmp_path).iter_rows())) == [0, 1, 2]
+
+
+class Named(FilenameProvider):
+    def get_filename_for_task(self, write_uuid: str, task_index: int) -> str:
+        return f"mine-{task_index}.{self.file_format}"
+
+
+def test_files_are_named_as_asked_for(tmp_path: Path) -> None:
+    for ending in ("parquet", "csv", "json"):
+        for rows in (9, 7):
+            named = Named(file_format=ending)
+            write = getattr(data.range(rows), f"write_{ending}")
+            write(tmp_path / ending, filename_provider=named, max_rows_per_file=4)
+        names = sorted(one.name for one in (tmp_path / ending).iterdir())
+        assert names == [f"mine-{number}.{ending}" for number in range(3)]
+    ds = data.range(4).add_column("k", lambda f: f["id"] % 2)
+    ds.write_parquet(tmp_path / "k", partition_cols=["k"], filename_provider=Named(None, "pq"))
+    assert sorted(one.name for one in (tmp_path / "k/k=0").iterdir()) == ["mine-0-0.pq"]
+
+    class OfRows(FilenameProvider):
+        def get_filename_for_row(self, row: Any, *numbers: Any) -> str:
+            return f"{row['label']}_{numbers[-1]:06}.png"
+
+        def get_filename_for_block(self, block: Any, *numbers: Any) -> str:
+            return f"{block['label'][0].as_py()}.json"
+
+    pixels = np.zeros((3, 2, 2), np.uint8)
+    images = data.from_items([{"image": p, "label": n} for p, n in zip(pixels, "aab", strict=True)])
+    images.write_images(tmp_path / "rows", "image", filename_provider=OfRows())
+    assert data.read_images(tmp_path / "rows", include_paths=True).count() == 3
+    images.write_images(tmp_path / "more", "image", filename_provider=Named(None, "png"))
+    names = sorted(one.name for part in ("rows", "more") for one in (tmp_path / part).iterdir())
+    derived = [f"mine-0_000000_00000{number}.png" for number in range(3)]
+    assert names == ["a_000000.png", "a_000001.png", "b_000002.png", *derived]
+    with pytest.raises(UsageError, match=r"OfRows has named two files 'a\.json': expected names"):
+        images.write_json(tmp_path / "no", filename_provider=OfRows(), max_rows_per_file=1)
+    default = FilenameProvider("d", "json").get_filename_for_task("u", 3)
+    assert default == "d_u_000003.json"
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv", "json"])
