@@ -1,8 +1,9 @@
-"""Sources that are read by other packages: Lance tables, and queries of databases."""
+"""Sources that are read by other packages: Lance tables, which are written too, and databases."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from elastic.data.batches import Batch, arrow
 from elastic.data.files import DataError, File, Reader
 from elastic.data.sources import BLOCK_ROWS, Block, Listing, Source
-from elastic.errors import UsageError
+from elastic.errors import StorageError, UsageError
 
 
 @dataclass
@@ -41,12 +42,8 @@ class Lance(Source):
 
     def _opened(self) -> Any:
         if self._table is None:
-            try:
-                import lance
-            except ImportError as error:
-                raise UsageError(f"read_lance: {error}: pip install pylance") from error
             with self._explained():
-                self._table = lance.dataset(
+                self._table = _lance("read_lance").dataset(
                     self.uri, version=self.version, storage_options=self.options
                 )
         return self._table
@@ -98,6 +95,64 @@ class Lance(Source):
 
     def _names(self) -> list[str] | None:
         return None if self.columns is None else list(self.columns)
+
+
+def write_lance(tables: Iterator[Any], uri: str, schema: Any, mode: str, options: Any) -> None:
+    """Write rows to a Lance table, as one version of it.
+
+    Args:
+        tables: the rows.
+        uri: of the table.
+        schema: of pyarrow, to which they are cast; None for that of the first ones.
+        mode: "create", "append" or "overwrite".
+        options: of Lance.
+
+    Raises:
+        UsageError: the mode is another one, there are no rows to know the columns by, or later rows
+            have others.
+        StorageError: it cannot be written, or is there already.
+    """
+    lance, pa = _lance("write_lance"), arrow()
+    if mode not in ("create", "append", "overwrite"):
+        raise UsageError(f"write_lance: mode={mode!r}: expected create, append or overwrite")
+    first = next(tables, None)
+    if schema is None:
+        if first is None:
+            raise UsageError("write_lance: no rows to know the columns by: expected schema=")
+        schema = first.schema.remove_metadata()
+
+    failed: list[Exception] = []
+
+    def cast() -> Iterator[Any]:
+        try:
+            for table in itertools.chain([] if first is None else [first], tables):
+                yield from _cast(table, schema)
+        except Exception as error:  # Of which Lance hands on the text alone.
+            failed.append(error)
+            raise
+
+    rows = pa.RecordBatchReader.from_batches(schema, cast())
+    try:
+        lance.write_dataset(rows, uri, mode=mode, **options)
+    except OSError as error:
+        if failed:
+            raise failed[0] from None
+        raise StorageError(f"write_lance: cannot write {uri}: {error}") from error
+
+
+def _cast(table: Any, schema: Any) -> list[Any]:
+    try:
+        return table.select(schema.names).cast(schema).to_batches()  # type: ignore[no-any-return]
+    except (KeyError, ValueError, arrow().ArrowException) as error:
+        raise UsageError(f"write_lance: rows do not fit {schema}: {error}") from error
+
+
+def _lance(what: str) -> Any:
+    try:
+        import lance
+    except ImportError as error:
+        raise UsageError(f"{what}: {error}: pip install pylance") from error
+    return lance
 
 
 @dataclass

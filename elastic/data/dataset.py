@@ -39,7 +39,7 @@ from elastic.data.batches import (
     to_table,
 )
 from elastic.data.context import MixStoppingCondition, RandomSeedConfig, reseeds, seed_of
-from elastic.data.databases import Lance
+from elastic.data.databases import Lance, write_lance
 from elastic.data.engines import Engine, engine_of
 from elastic.data.expressions import Expr, Unnested, expression_of
 from elastic.data.functions import Function
@@ -118,7 +118,6 @@ NOT_HERE = {
             "write_delta",
             "write_iceberg",
             "write_kafka",
-            "write_lance",
             "write_mongo",
             "write_orc",
             "write_snowflake",
@@ -979,6 +978,38 @@ class Dataset:
             write_tar(Sink(output.write), rows, encoders)
 
         self._write_files("write_webdataset", path, others, self._stream(), write, "tar")
+
+    def write_lance(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        schema: Any = None,
+        mode: str = "create",
+        max_rows_per_file: int | None = None,
+        data_storage_version: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Write all rows to a Lance table, in order, as one version of it; needs pylance.
+
+        Args:
+            path: of the table.
+            schema: of pyarrow: the columns to write, and their types.
+            mode: "create" a table where there is none, "append" to one, or "overwrite" it.
+            max_rows_per_file: rows of a fragment at most.
+            data_storage_version: of Lance's format.
+            storage_options: of Lance.
+            others: Ray's, without effect here.
+        """
+        check_others("write_lance", others, "min_rows_per_file")
+        given = {
+            "max_rows_per_file": max_rows_per_file,
+            "data_storage_version": data_storage_version,
+            "storage_options": storage_options,
+        }
+        options = {name: value for name, value in given.items() if value is not None}
+        tables = _watched(tables_alike(self._stream()), "write_lance")
+        write_lance(tables, os.fspath(path), schema, mode, options)
 
     def write_sql(self, sql: str, connection_factory: Callable[[], Any], **others: Any) -> None:
         """Execute a statement for each row, in order, as one transaction.

@@ -20,7 +20,7 @@ from elastic.data.expressions import col
 from elastic.data.files import DataError
 from elastic.data.kept import table_of_run
 from elastic.data.table_reader import TableReader
-from elastic.errors import UsageError
+from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
 
 
@@ -145,6 +145,38 @@ def test_lance_tables_are_read_by_row_at_the_version_that_was_listed(tmp_path: P
         run_table(data.read_lance(uri), run)
     with pytest.raises(DataError, match=r"cannot read .*none"):
         data.read_lance(str(tmp_path / "none")).count()
+
+
+def test_rows_are_written_to_lance_tables(tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    uri = str(tmp_path / "a.lance")
+    ds = data.range(3000).map(lambda row: {"id": row["id"], "x": [row["id"]] * 2})
+    ds.write_lance(uri, max_rows_per_file=1000)
+    assert [row["id"] for row in data.read_lance(uri).iter_rows()] == [*range(3000)]
+    assert data.read_lance(uri).take(2)[1]["x"].tolist() == [1, 1]
+    with pytest.raises(StorageError, match=r"write_lance: cannot write .*a\.lance"):
+        ds.write_lance(uri)
+    ds.limit(2).write_lance(uri, mode="append")
+    assert data.read_lance(uri).count() == 3002
+    data.read_lance(uri).filter(col("id") < 3).write_lance(uri, mode="overwrite")
+    assert sorted(row["id"] for row in data.read_lance(uri).iter_rows()) == [0, 0, 1, 1, 2]
+    schema = pa.schema({"id": pa.int16()})
+    data.range(0).write_lance(str(tmp_path / "empty.lance"), schema=schema)
+    data.range(2).write_lance(str(tmp_path / "empty.lance"), schema=schema, mode="append")
+    assert data.read_lance(str(tmp_path / "empty.lance")).schema().types == [pa.int16()]
+    for wrong, says in (
+        ({"mode": "error"}, "mode='error': expected create, append or overwrite"),
+        ({"schema": pa.schema({"no": pa.int8()})}, "rows do not fit no: int8"),
+        ({"sorted": True}, "unknown arguments: sorted"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            data.range(2).write_lance(str(tmp_path / "no.lance"), **wrong)
+    with pytest.raises(ZeroDivisionError):
+        data.range(2).map(lambda row: {"x": 1 // (1 - row["id"])}).write_lance(
+            str(tmp_path / "no.lance")
+        )
+    with pytest.raises(UsageError, match="no rows to know the columns by: expected schema="):
+        data.range(0).write_lance(str(tmp_path / "no.lance"))
 
 
 def test_queries_of_databases_are_rows(tmp_path: Path) -> None:
