@@ -20,7 +20,7 @@ What is where:
                   skipped (what `on_error="skip"` leaves out)
     feeders       feeders (the pool: who is lost, and replaced), feeder (the process),
                   feeder_network (on other nodes)
-    Ray's names   arguments, collate_fn, compute, context, datatype
+    Ray's names   arguments, collate_fn, compute, context, datatype, preprocessor
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from elastic.data.dataset import Dataset
     from elastic.data.iterator import DataIterator
+    from elastic.data.preprocessors import Preprocessor
     from elastic.data.reading import (
         from_arrow,
         from_daft,
@@ -77,6 +78,7 @@ __all__ = [
     "ExecutionResources",
     "FileShuffleConfig",
     "MixStoppingCondition",
+    "Preprocessor",
     "RandomSeedConfig",
     "SaveMode",
     "TaskPoolStrategy",
@@ -114,6 +116,7 @@ _HOME = {
     "ExecutionResources": "context",
     "FileShuffleConfig": "context",
     "MixStoppingCondition": "context",
+    "Preprocessor": "preprocessors",
     "RandomSeedConfig": "context",
     "SaveMode": "context",
     "TaskPoolStrategy": "compute",
@@ -122,7 +125,6 @@ _NOT_HERE = {
     "NodeIdStr": "str; DataConfig(datasets_to_split=...) needs none",
     "Datasink": "Dataset.write_parquet, write_csv or write_json",
     "Datasource": "read_parquet, from_items or another of the functions that read",
-    "Preprocessor": "elastic.data.preprocessors",
     **dict.fromkeys(
         (
             "read_bigquery",

@@ -14,7 +14,6 @@ import base64
 import hashlib
 import math
 import pickle
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from elastic.data.batches import pandas
+from elastic.data.batches import pandas, taken_from, to_pandas
 from elastic.data.dataset import Dataset
 from elastic.data.moments import Moments, floats_of
 from elastic.errors import UsageError
@@ -31,38 +30,55 @@ BATCH_ROWS = 8192
 """Rows that `fit` reads at once."""
 
 
-class Preprocessor(ABC):
-    """Something that is fitted to a dataset, and then transforms datasets and batches."""
+class Preprocessor:
+    """Something that is fitted to a dataset, and then transforms datasets and batches.
 
-    needs_fit = True
-    """Whether there is anything to learn."""
+    One's own override `_transform_pandas` or `_transform_numpy`, as in Ray, and `_fit`, which sets
+    what is learnt as `stats_`, unless there is nothing to learn: `_is_fittable = False`.
+    """
 
-    def __init__(self) -> None:
-        """Start unfitted."""
-        self.stats_: dict[str, Any] | None = None
+    _is_fittable = True
+    _is_fitted = False
+    stats_: dict[str, Any] | None = None
 
     def fit(self, ds: Dataset) -> Preprocessor:
         """Learn from a dataset; return self."""
-        self.stats_ = self._fit(ds) if self.needs_fit else {}
+        if self._is_fittable:
+            self._fit(ds)
+            self._is_fitted = True
         return self
 
-    def fit_transform(self, ds: Dataset) -> Dataset:
-        """Learn from a dataset, and transform it."""
-        return self.fit(ds).transform(ds)
+    def fit_transform(self, ds: Dataset, **others: Any) -> Dataset:
+        """Learn from a dataset, and transform it; `others` as of `transform`, "transform_..."."""
+        given = {name.removeprefix("transform_"): value for name, value in others.items()}
+        return self.fit(ds).transform(ds, **given)
 
-    def transform(self, ds: Dataset) -> Dataset:
+    def transform(self, ds: Dataset, *, batch_size: int | None = None, **others: Any) -> Dataset:
         """Return the dataset transformed; nothing is computed before its rows are requested.
+
+        Args:
+            ds: the dataset.
+            batch_size: maximum rows of a call.
+            others: Ray's placement arguments, without effect here.
 
         Raises:
             UsageError: it was not fitted.
         """
         self._check_fitted()
-        return ds.map_batches(self._transformed, batch_format="pandas")
+        return ds.map_batches(
+            self._transform_numpy if self._takes_arrays else self._transformed,
+            batch_format="numpy" if self._takes_arrays else "pandas",
+            batch_size=batch_size or "default",
+            **others,
+        )
 
     def transform_batch(self, data: Any) -> Any:
         """Transform one batch: a DataFrame, or a mapping of arrays, which comes back as such."""
         self._check_fitted()
         pd = pandas()
+        if self._takes_arrays:
+            found = self._transform_numpy(taken_from(data, type(self).__name__))
+            return to_pandas(found) if isinstance(data, pd.DataFrame) else found
         if isinstance(data, pd.DataFrame):
             return self._transformed(data)
         frame = self._transformed(pd.DataFrame({name: list(v) for name, v in data.items()}))
@@ -94,25 +110,41 @@ class Preprocessor(ABC):
         return found
 
     def _check_fitted(self) -> None:
-        if self.stats_ is None and self.needs_fit:
+        if self._is_fittable and not self._is_fitted:
             raise UsageError(
                 f"{type(self).__name__}: call fit(ds) before it transforms anything, or "
                 f"fit_transform(ds)"
             )
 
+    @property
+    def _takes_arrays(self) -> bool:
+        kind = type(self)
+        takes_frames = kind._transform_pandas is not Preprocessor._transform_pandas
+        return not takes_frames and kind._transform_numpy is not Preprocessor._transform_numpy
+
     def _transformed(self, frame: Any) -> Any:
-        return self._apply(frame.copy(deep=False))
+        return self._transform_pandas(frame.copy(deep=False))
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _fit(self, ds: Dataset) -> Preprocessor:
+        """Learn from the dataset; return self."""
+        self.stats_ = self._learn(ds)
+        return self
+
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         """Return what is learnt from the dataset, by column."""
-        return {}
+        raise UsageError(f"{type(self).__name__}: expected _fit(ds), or _is_fittable = False")
 
-    @abstractmethod
-    def _apply(self, frame: Any) -> Any:
+    def _transform_pandas(self, frame: Any) -> Any:
         """Return a DataFrame, which is ours to change, transformed."""
+        raise UsageError(f"{type(self).__name__}: expected _transform_pandas or _transform_numpy")
+
+    def _transform_numpy(self, np_data: Any) -> Any:
+        """Return a dict of arrays transformed."""
+        return self._transform_pandas(np_data)
 
     def __repr__(self) -> str:
-        given = {k: v for k, v in vars(self).items() if not k.endswith("_") and v is not None}
+        own = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        given = {k: v for k, v in own.items() if not k.endswith("_") and v is not None}
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
 
@@ -196,7 +228,7 @@ class _OfColumns(Preprocessor):
                 f"output_columns: expected as many"
             )
 
-    def _apply(self, frame: Any) -> Any:
+    def _transform_pandas(self, frame: Any) -> Any:
         _check_columns(self.columns, list(frame.columns), type(self).__name__)
         results = {
             into: self._column(name, frame[name])
@@ -216,7 +248,7 @@ class _OfColumns(Preprocessor):
 class StandardScaler(_OfColumns):
     """Subtracts the mean of a column, and divides by its standard deviation (ddof=0)."""
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         return moments_of(ds, self.columns, "StandardScaler")
 
     def _column(self, name: str, values: Any) -> Any:
@@ -227,7 +259,7 @@ class StandardScaler(_OfColumns):
 class MinMaxScaler(_OfColumns):
     """Maps the range of a column to 0 to 1."""
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         return moments_of(ds, self.columns, "MinMaxScaler")
 
     def _column(self, name: str, values: Any) -> Any:
@@ -238,7 +270,7 @@ class MinMaxScaler(_OfColumns):
 class MaxAbsScaler(_OfColumns):
     """Divides a column by its largest absolute value."""
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         return moments_of(ds, self.columns, "MaxAbsScaler")
 
     def _column(self, name: str, values: Any) -> Any:
@@ -252,7 +284,7 @@ class SimpleImputer(_OfColumns):
     STRATEGIES = ("mean", "most_frequent", "constant")
 
     @property
-    def needs_fit(self) -> bool:  # type: ignore[override]
+    def _is_fittable(self) -> bool:  # type: ignore[override]
         """Return whether the values of columns matter."""
         return self.strategy != "constant"
 
@@ -286,7 +318,7 @@ class SimpleImputer(_OfColumns):
                 "SimpleImputer: fill_value is for strategy='constant', and needed there"
             )
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         if self.strategy == "mean":
             found = moments_of(ds, self.columns, "SimpleImputer")
             means = {name: one.mean if one.count else None for name, one in found.items()}
@@ -302,7 +334,7 @@ class SimpleImputer(_OfColumns):
         return means
 
     def _column(self, name: str, values: Any) -> Any:
-        return values.fillna(self._learnt(name) if self.needs_fit else self.fill_value)
+        return values.fillna(self._learnt(name) if self._is_fittable else self.fill_value)
 
 
 class OrdinalEncoder(_OfColumns):
@@ -328,7 +360,7 @@ class OrdinalEncoder(_OfColumns):
         super().__init__(columns, output_columns)
         self.encode_lists = encode_lists
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         whole = not self.encode_lists
         counts = counts_of(ds, self.columns, type(self).__name__, whole_lists=whole)
         return {name: _numbered(one) for name, one in counts.items()}
@@ -397,7 +429,7 @@ class OneHotEncoder(_OfColumns):
         super().__init__(columns, output_columns)
         self.max_categories = None if max_categories is None else dict(max_categories)
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         most, whole = self.max_categories or {}, self.whole_lists
         counts = counts_of(ds, self.columns, type(self).__name__, whole_lists=whole)
         return {
@@ -434,7 +466,7 @@ class Categorizer(_OfColumns):
         super().__init__(columns, output_columns)
         self.dtypes = dict(dtypes or {})
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         open_ = [name for name in self.columns if name not in self.dtypes]
         counts = counts_of(ds, open_, "Categorizer") if open_ else {}
         found = {name: pandas().CategoricalDtype(list(_numbered(c))) for name, c in counts.items()}
@@ -461,7 +493,7 @@ class RobustScaler(_OfColumns):
         super().__init__(columns, output_columns)
         self.quantile_range = tuple(quantile_range)
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         held: dict[str, list[Any]] = {name: [] for name in self.columns}
         for frame in _frames(ds, self.columns, "RobustScaler"):
             for name, parts in held.items():
@@ -480,7 +512,7 @@ class RobustScaler(_OfColumns):
 class PowerTransformer(_OfColumns):
     """Makes a column more normally distributed, by a power as Yeo and Johnson, or Box and Cox."""
 
-    needs_fit = False
+    _is_fittable = False
     METHODS = ("yeo-johnson", "box-cox")
 
     def __init__(
@@ -518,7 +550,7 @@ def _power(x: Any, power: float) -> Any:
 class CustomKBinsDiscretizer(_OfColumns):
     """Replaces a number by that of the bin in which it lies; missing outside of all bins."""
 
-    needs_fit = False
+    _is_fittable = False
 
     def __init__(
         self,
@@ -567,9 +599,9 @@ class CustomKBinsDiscretizer(_OfColumns):
 class UniformKBinsDiscretizer(CustomKBinsDiscretizer):
     """The same with `bins` bins of equal width, a number for all columns or a dict by column."""
 
-    needs_fit = True
+    _is_fittable = True
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         found = {}
         for name, one in moments_of(ds, self.columns, type(self).__name__).items():
             # The edges are a thousandth wider, so that the lowest or the highest number has a bin.
@@ -591,7 +623,7 @@ class UniformKBinsDiscretizer(CustomKBinsDiscretizer):
 class Normalizer(_OfColumns):
     """Scales each row to length 1, over its columns."""
 
-    needs_fit = False
+    _is_fittable = False
     NORMS = ("l1", "l2", "max")
 
     def __init__(
@@ -610,7 +642,7 @@ class Normalizer(_OfColumns):
         if norm not in self.NORMS:
             raise UsageError(f"Normalizer: norm={norm!r}: expected one of {', '.join(self.NORMS)}")
 
-    def _apply(self, frame: Any) -> Any:
+    def _transform_pandas(self, frame: Any) -> Any:
         _check_columns(self.columns, list(frame.columns), "Normalizer")
         values = frame[self.columns].to_numpy(dtype=np.float64)
         order = {"l1": 1, "l2": 2, "max": np.inf}[self.norm]
@@ -622,7 +654,7 @@ class Normalizer(_OfColumns):
 class Concatenator(Preprocessor):
     """Makes one vector column of several columns of numbers, which it removes."""
 
-    needs_fit = False
+    _is_fittable = False
 
     def __init__(
         self,
@@ -646,7 +678,7 @@ class Concatenator(Preprocessor):
         self.columns, self.output_column_name = list(columns), output_column_name
         self.dtype, self.raise_if_missing = dtype, raise_if_missing
 
-    def _apply(self, frame: Any) -> Any:
+    def _transform_pandas(self, frame: Any) -> Any:
         if self.raise_if_missing:
             _check_columns(self.columns, list(frame.columns), "Concatenator")
         names = [name for name in self.columns if name in frame.columns]
@@ -666,7 +698,7 @@ def _flat(values: Any) -> Any:
 class Tokenizer(_OfColumns):
     """Replaces a text by the list of its tokens."""
 
-    needs_fit = False
+    _is_fittable = False
 
     def __init__(
         self,
@@ -685,7 +717,7 @@ class Tokenizer(_OfColumns):
 class CountVectorizer(Tokenizer):
     """Replaces a text by a vector of how often each token occurs, the most frequent token first."""
 
-    needs_fit = True
+    _is_fittable = True
 
     def __init__(
         self,
@@ -698,7 +730,7 @@ class CountVectorizer(Tokenizer):
         super().__init__(columns, tokenization_fn, output_columns)
         self.max_features = max_features
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         found: dict[str, Counter[str]] = {name: Counter() for name in self.columns}
         for frame in _frames(ds, self.columns, "CountVectorizer"):
             for name, counts in found.items():
@@ -736,7 +768,7 @@ class HashingVectorizer(Tokenizer):
 class FeatureHasher(Preprocessor):
     """Adds up columns of counts, whose names have the same hash, to a vector of `num_features`."""
 
-    needs_fit = False
+    _is_fittable = False
 
     def __init__(self, columns: Sequence[str], num_features: int, output_column: str) -> None:
         """Choose the columns, the length of the vectors, and where they go."""
@@ -744,7 +776,7 @@ class FeatureHasher(Preprocessor):
         self.columns, self.num_features = list(columns), num_features
         self.output_column = output_column
 
-    def _apply(self, frame: Any) -> Any:
+    def _transform_pandas(self, frame: Any) -> Any:
         _check_columns(self.columns, list(frame.columns), "FeatureHasher")
         rows = np.zeros((len(frame), self.num_features))
         for name in self.columns:
@@ -756,7 +788,7 @@ class FeatureHasher(Preprocessor):
 class TorchVisionPreprocessor(_OfColumns):
     """Applies a transform of torchvision to images."""
 
-    needs_fit = False
+    _is_fittable = False
 
     def __init__(
         self,
@@ -809,12 +841,12 @@ class Chain(Preprocessor):
         for one in self.preprocessors:
             one._check_fitted()
 
-    def _fit(self, ds: Dataset) -> dict[str, Any]:
+    def _learn(self, ds: Dataset) -> dict[str, Any]:
         for one in self.preprocessors:
             ds = one.fit_transform(ds)
         return {}
 
-    def _apply(self, frame: Any) -> Any:
+    def _transform_pandas(self, frame: Any) -> Any:
         for one in self.preprocessors:
             frame = one.transform_batch(frame)
         return frame

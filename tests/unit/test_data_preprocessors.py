@@ -12,6 +12,8 @@ import torch
 
 from elastic import data
 from elastic.data import preprocessors as of
+from elastic.data.aggregate import Max
+from elastic.data.preprocessor import Preprocessor
 from elastic.errors import UsageError
 
 ROWS = 20_000
@@ -46,6 +48,46 @@ def test_scalers_do_what_one_pass_over_all_rows_says() -> None:
     assert column(of.MaxAbsScaler(["y"]).fit_transform(ds), "y") == pytest.approx(y / 9)
     unit = of.Normalizer(["y", "same"]).transform(ds)
     assert column(unit, "y") ** 2 + column(unit, "same") ** 2 == pytest.approx(np.ones(ROWS))
+
+
+class ByMax(Preprocessor):
+    """As in Ray's guide: no constructor, `_fit` sets what is learnt."""
+
+    def _fit(self, ds: Any) -> Preprocessor:
+        self.stats_ = ds.aggregate(Max("id"))
+        return self
+
+    def _transform_pandas(self, df: pd.DataFrame) -> pd.DataFrame:
+        assert self.stats_ is not None
+        return df / self.stats_["max(id)"]
+
+
+class Doubled(Preprocessor):
+    _is_fittable = False
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+
+    def _transform_numpy(self, np_data: Any) -> Any:
+        return {**np_data, self.column: np_data[self.column] * 2}
+
+
+class Empty(Preprocessor):
+    _is_fittable = False
+
+
+def test_ones_own_preprocessors_are_those_of_ray() -> None:
+    ds = data.range(5)
+    with pytest.raises(UsageError, match=r"ByMax: call fit\(ds\) before"):
+        ByMax().transform(ds)
+    both = of.Chain(ByMax(), Doubled("id"))
+    result = both.fit_transform(ds, transform_batch_size=2, transform_num_cpus=1)
+    assert column(result, "id").tolist() == [0, 0.5, 1, 1.5, 2]
+    assert both.transform_batch({"id": np.array([8.0])})["id"].tolist() == [4]
+    assert Doubled("id").transform_batch(pd.DataFrame({"id": [3]}))["id"].tolist() == [6]
+    assert column(Doubled("id").transform(ds, batch_size=2, concurrency=4), "id")[-1] == 8
+    with pytest.raises(UsageError, match="Empty: expected _transform_pandas or _transform_numpy"):
+        Empty().transform_batch({"id": [1]})
 
 
 def test_missing_values_and_categories() -> None:
