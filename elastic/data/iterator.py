@@ -336,7 +336,16 @@ class Collate:
     """Converts a batch to what the training loop receives."""
 
     def __init__(self, given: Callable[[Any], Any] | None, dtypes: Any, device: Any) -> None:
-        """Store the arguments of `iter_torch_batches`."""
+        """Store the arguments of `iter_torch_batches`.
+
+        Raises:
+            UsageError: both a function and the types of the tensors that it is to make.
+        """
+        if given is not None and dtypes is not None:
+            raise UsageError(
+                f"iter_torch_batches: dtypes={dtypes!r} is for batches without collate_fn, which "
+                f"makes tensors of the types that it wants: expected one of the two"
+            )
         self._given = given
         self._dtypes = dtypes
         self._device = device

@@ -472,9 +472,11 @@ class Decode(Operation):
 
         try:
             with Image.open(io.BytesIO(content)) as opened:
-                image = opened.convert(self.mode) if self.mode else opened
-                if self.size is not None:
-                    image = image.resize(self.size[::-1])
+                image: Any = opened
+                if self.size is not None:  # First, and so, as Ray does it.
+                    image = image.resize(self.size[::-1], Image.Resampling.BILINEAR)
+                if self.mode:
+                    image = image.convert(self.mode)
                 return np.array(image)  # A copy, which functions may write to.
         except Exception as error:  # Of Pillow's decoders, each of which has its own.
             raise DataError(f"elastic.data: {path} cannot be decoded: {error}") from error

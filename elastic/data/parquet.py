@@ -162,7 +162,8 @@ def _span_of(group: Any, names: list[str] | None) -> tuple[int, int]:
     start, stop = 2**62, 0
     for number in range(group.num_columns):
         column = group.column(number)
-        if names is not None and column.path_in_schema.partition(".")[0] not in names:
+        path = column.path_in_schema  # With dots before the fields of a struct, or in a name.
+        if names is not None and not {path, path.partition(".")[0]} & {*names}:
             continue
         begins = [column.data_page_offset, column.dictionary_page_offset or 2**62]
         begin = min(one for one in begins if one > 0)

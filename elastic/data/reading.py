@@ -27,7 +27,6 @@ from elastic.storage.filesystems import as_fsspec
 NO_EFFECT = PLACEMENT | {
     "meta_provider",
     "ignore_missing_paths",
-    "tensor_column_schema",
 }
 """Ray's arguments for placement and metadata: accepted without effect."""
 IMAGES = ("png", "jpg", "jpeg", "tif", "tiff", "bmp", "gif", "webp")
@@ -99,6 +98,8 @@ def read_parquet(
     *,
     columns: Sequence[str] | None = None,
     schema: Any = None,
+    filter: Any = None,  # noqa: A002
+    tensor_column_schema: Mapping[str, tuple[Any, Sequence[int]]] | None = None,
     file_extensions: Sequence[str] | None = ("parquet",),
     **others: Any,
 ) -> Dataset:
@@ -108,6 +109,8 @@ def read_parquet(
         paths: an fsspec path of a file or folder, a pattern, or several of these.
         columns: those to read, None for all.
         schema: of pyarrow: the columns to read, and the types to which they are cast.
+        filter: an expression, as `Dataset.filter` takes it; also of columns that are not read.
+        tensor_column_schema: the dtype and shape of columns that hold arrays as raw bytes.
         file_extensions: of the files in a folder.
         others: storage_options, a dict for the file system; or filesystem, of fsspec or pyarrow,
             that the paths are in; on_error, "skip" to leave out files whose footers are broken or
@@ -119,7 +122,24 @@ def read_parquet(
     """
     files = _files("read_parquet", paths, file_extensions, others, "hive")
     names = schema.names if columns is None and schema is not None else columns
-    return _of(Parquet(**files, columns=None if names is None else tuple(names), schema=schema))
+    chosen = None if names is None or filter is not None else tuple(names)
+    ds = _of(Parquet(**files, columns=chosen, schema=schema))
+    if filter is not None:
+        ds = ds.filter(expr=filter)
+        ds = ds if names is None else ds.select_columns(names)
+    return ds if not tensor_column_schema else ds.map_batches(_of_bytes(tensor_column_schema))
+
+
+def _of_bytes(kinds: Mapping[str, tuple[Any, Sequence[int]]]) -> Callable[[Any], Any]:
+    """Return a function of batches that makes arrays of the bytes in some columns."""
+
+    def tensors(batch: dict[str, Any]) -> dict[str, Any]:
+        for name, (dtype, shape) in kinds.items():
+            rows = np.frombuffer(b"".join(batch[name]), dtype)
+            batch[name] = rows.reshape(len(batch[name]), *shape)
+        return batch
+
+    return tensors
 
 
 def read_csv(

@@ -336,6 +336,8 @@ def test_arrays_and_images_are_written_and_batches_come_as_asked_for(tmp_path: P
 
     for rows in (data.range(4), data.range(4).iterator()):
         assert list(rows.iter_torch_batches(collate_fn=Summed())) == [6]
+        with pytest.raises(UsageError, match=r"dtypes=torch.int8 is for batches without collate_"):
+            rows.iter_torch_batches(collate_fn=Summed(), dtypes=torch.int8)
 
     class Raw(ArrowBatchCollateFn):
         def __call__(self, batch: Any) -> Any:
@@ -494,6 +496,18 @@ def test_files_are_named_as_asked_for(tmp_path: Path) -> None:
         images.write_json(tmp_path / "no", filename_provider=OfRows(), max_rows_per_file=1)
     default = FilenameProvider("d", "json").get_filename_for_task("u", 3)
     assert default == "d_u_000003.json"
+
+
+def test_parquet_is_filtered_and_raw_arrays_are_read_as_ray_does(tmp_path: Path) -> None:
+    arrays = np.arange(24, dtype=np.int16).reshape(4, 2, 3)
+    columns = {"a.b": range(4), "x": [0.5, 1.5, 2.5, 3.5], "raw": [one.tobytes() for one in arrays]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    chosen = data.read_parquet(tmp_path, columns=["a.b"], filter=pc.field("x") > 1)
+    assert chosen.take() == [{"a.b": 1}, {"a.b": 2}, {"a.b": 3}]
+    assert data.read_parquet(tmp_path, columns=["a.b"]).sum() == 6
+    kinds = {"raw": (np.int16, (2, 3))}
+    ds = data.read_parquet(tmp_path, tensor_column_schema=kinds)
+    assert np.array_equal(ds.take_batch()["raw"], arrays)
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv", "json"])
