@@ -95,6 +95,10 @@ class DataContext(SimpleNamespace):
     Workers and feeders of a trainer with datasets have the settings of its driver.
     """
 
+    def __init__(self, **settings: object) -> None:
+        """Begin with these settings."""
+        super().__init__(**{"execution_options": ExecutionOptions(), **settings})
+
     def set_config(self, key: str, value: object) -> None:
         """Accept a setting."""
         setattr(self, key, value)
@@ -138,4 +142,4 @@ def with_context(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-_current = DataContext(execution_options=ExecutionOptions())
+_current = DataContext()

@@ -863,10 +863,11 @@ class Dataset:
             others: mode, of SaveMode: by default files are added to those that are there;
                 filesystem, of fsspec or pyarrow, that the path is in; max_rows_per_file;
                 filename_provider, of `elastic.data.datasource`, which names the files, and replaces
-                those that have such a name; compression and others of pyarrow.parquet; Ray's,
-                without effect here.
+                those that have such a name; compression and others of pyarrow.parquet, also in a
+                dict that arrow_parquet_args_fn() returns; Ray's, without effect here.
         """
-        options = {name: others.pop(name) for name in PARQUET_OPTIONS if name in others}
+        options = others.pop("arrow_parquet_args_fn", dict)()
+        options |= {name: others.pop(name) for name in PARQUET_OPTIONS if name in others}
         with writing_to("write_parquet", path, others) as target:
             if target is None:
                 return

@@ -232,6 +232,7 @@ def test_functions_have_the_settings_of_the_driver_wherever_they_are_called() ->
 def test_settings_of_rays_data_context_are_taken_also_for_a_while() -> None:
     given = data.DataContext.get_current()
     own = given.copy()
+    assert data.DataContext().execution_options == own.execution_options
     own.set_config("pool", "validation")
     assert (own.get_config("pool"), given.get_config("pool", "none")) == ("validation", "none")
     options = own.execution_options
