@@ -86,6 +86,7 @@ def test_a_rank_that_goes_on_to_differ_is_refused() -> None:
     [
         "several_optimizers_and_schedulers",
         "scaler_and_clipping",
+        "noise_on_gradients",
         "early_exits",
         "distributed_sampler",
         "weighted_sampler",

@@ -233,6 +233,33 @@ def whole_and_left_early(engine: StepEngine, life: Life) -> None:
     life.note(engine)
 
 
+def counts_before_it_steps(engine: StepEngine, life: Life) -> None:
+    model, tally = prepare_model(nn.Linear(5, 1)), Tally()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train.register(tally=tally)
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    for _ in train.epochs(EPOCHS):
+        for step in train.steps(loader):
+            life.note(engine)
+            for _, x, y in step:
+                square(model(x), y).backward()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+            tally.counts.append(step.samples)
+            life.line(engine, 0)
+            optimizer.step()
+    life.note(engine)
+
+
+def test_what_a_loop_counts_before_its_optimizer_steps_counts_once() -> None:
+    """The step needs nobody else by then, so that whoever is asked to leave commits it first."""
+    undisturbed, called_back = Life(lambda _: False), Life(lambda _: True, by_order=True)
+    undisturbed.live(counts_before_it_steps)
+    called_back.live(counts_before_it_steps)
+    assert called_back.states == undisturbed.states
+    assert len(called_back.resumed) > EPOCHS
+
+
 def test_a_script_that_goes_on_after_such_an_error_is_called_again_all_the_same() -> None:
     def forgiving(engine: StepEngine, life: Life) -> None:
         model = prepare_model(nn.Linear(5, 1))
@@ -524,7 +551,30 @@ def test_an_epoch_is_not_continued_in_another_order() -> None:
         joined.live(functools.partial(samples_adaptively, registers=False))
 
 
-@pytest.mark.parametrize("function", [freezes_inside, samples_adaptively, keeps_more_than_tensors])
+def draws_at_the_head_of_steps(engine: StepEngine, life: Life) -> None:
+    model = prepare_model(nn.Linear(5, 1))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    for _ in train.epochs(EPOCHS):
+        for step in train.steps(loader):
+            life.note(engine)
+            factor = torch.rand(())  # Such as the size of the images of this step.
+            for _, x, y in step:
+                square(model(x * factor), y).backward()
+            optimizer.step()
+            life.line(engine, 0)
+    life.note(engine)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        freezes_inside,
+        samples_adaptively,
+        keeps_more_than_tensors,
+        draws_at_the_head_of_steps,
+    ],
+)
 def test_who_receives_the_state_in_the_middle_of_a_run_goes_on_with_its_bits(
     function: Callable[[StepEngine, Life], None],
 ) -> None:

@@ -244,6 +244,20 @@ def scaler_and_clipping(model: nn.Module, net: nn.Sequential) -> str:
 
 
 @named
+def noise_on_gradients(model: nn.Module, net: nn.Sequential) -> str:
+    optimizer, batches = sgd(net.parameters()), loader()
+    for _ in train.epochs(EPOCHS):
+        for step in train.steps(batches):
+            for _, x, y in step:
+                square(model(x), y).backward()
+            for parameter in net.parameters():
+                parameter.grad += 0.1 * torch.randn_like(parameter)  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+    return bits(net.parameters())
+
+
+@named
 def early_exits(model: nn.Module, net: nn.Sequential) -> str:
     optimizer, batches, context = sgd(net.parameters()), loader(), train.get_context()
     for epoch in train.epochs(EPOCHS + 1):

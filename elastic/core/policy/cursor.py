@@ -183,6 +183,7 @@ def _mix_64(value: int) -> int:
 
 # Purposes that seeds are derived for, so that no two of them ever meet; 4 is `streams.STREAM`.
 SHUFFLE, DROPOUT, AUGMENT, STEP, EVALUATION, EPOCH = 0, 1, 2, 5, 6, 7
+HEAD, GRADIENTS = 10, 11
 
 
 def shuffle_seed(seed: int, epoch: int) -> int:
@@ -197,6 +198,16 @@ def micro_batch_seed(seed: int, cursor: Cursor, number: int) -> int:
 def step_seed(seed: int, cursor: Cursor, shard: int = 0) -> int:
     """Return the seed of everything random while a step changes the weights, or a shard of them."""
     return derive(seed, STEP, cursor.epoch, cursor.step, shard)
+
+
+def head_seed(seed: int, cursor: Cursor) -> int:
+    """Return the seed of everything random in the code with which a whole step begins."""
+    return derive(seed, HEAD, cursor.epoch, cursor.step)
+
+
+def gradients_seed(seed: int, cursor: Cursor, shard: int = 0) -> int:
+    """Return the seed of everything random that is done to gradients of a step, or a shard's."""
+    return derive(seed, GRADIENTS, cursor.epoch, cursor.step, shard)
 
 
 def epoch_seed(seed: int, epoch: int, *, is_over: bool) -> int:

@@ -63,7 +63,14 @@ from elastic.core.events.step import (
 from elastic.core.events.worker import MicroBatchesDeclared
 from elastic.core.machine.step import AT_STEP, StepMachine
 from elastic.core.machine.transitions import StepPhase
-from elastic.core.policy.cursor import Cursor, epoch_seed, evaluation_seed, micro_batch_seed
+from elastic.core.policy.cursor import (
+    Cursor,
+    epoch_seed,
+    evaluation_seed,
+    gradients_seed,
+    head_seed,
+    micro_batch_seed,
+)
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import CodePart, CodePlace
 from elastic.core.policy.streams import Data
@@ -395,7 +402,13 @@ class StepEngine:
             UsageError: as `micro_batches`, or a step was not computed or not stepped.
         """
         self._epochs.by_steps = True
-        return self._iterations(loader, lambda: WholeStep(self, loader, moved))
+
+        def give() -> WholeStep:
+            # Who has received the state has drawn other numbers before.
+            seed_everything(head_seed(loader.plan.seed, self.cursor))
+            return WholeStep(self, loader, moved)
+
+        return self._iterations(loader, give)
 
     def _iterations(self, loader: MicroBatches, give: Callable[[], T]) -> Iterator[T]:
         """Yield what an iteration of the loop is given, until the epoch is over for all."""
@@ -791,6 +804,12 @@ class StepEngine:
             is_whole = self._settle_buffers()
             if is_whole:
                 self.run.logbook.take_totals(totals)
+                # Nobody else is needed any more, and what the script does before its optimizer
+                # steps, such as setting rates, would be done twice.
+                self.groups.defer(True)
+                plan, shard = self.run.the_loader().plan, self.state.shard_number
+                # Each rank has drawn for other micro-batches; noise is to be the same on all.
+                seed_everything(gradients_seed(plan.seed, self.cursor, shard))
             self._take(StepSettled(is_whole))
 
     def _settle_buffers(self) -> bool:
@@ -1107,6 +1126,7 @@ class StepEngine:
 
     def _keep_for_code(self) -> None:
         """Code of the script's follows, before a pass or behind it."""
+        self.groups.defer(self.options.is_in_place)
         self._keep()
         self._resume_point.begin_code(follows_commit=False)
 

@@ -72,8 +72,10 @@ class WholeStep:
     where the others are, with their state of all registered objects.
 
     Between the micro-batches and `optimizer.step()` do what is the same on all ranks: clip, read
-    gradients, set rates. A step that is to change nothing, as after an overflow, is reported by
-    `skip()`; a `torch.amp.GradScaler` that leaves a step out is understood.
+    gradients, add noise to them, set rates. Random numbers drawn there, and before the
+    micro-batches, are the same on all ranks, whenever they have come. A step that is to change
+    nothing, as after an overflow, is reported by `skip()`; a `torch.amp.GradScaler` that leaves a
+    step out is understood.
     """
 
     def __init__(
