@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -318,6 +319,34 @@ def test_a_step_that_is_left_before_the_optimizer_steps_is_done_again_from_its_b
                 assert float(loop.plain.seen) == 0.0
                 break
             break
+
+
+def test_rates_of_a_step_that_others_have_done_are_lowered_once() -> None:
+    """The sender has lowered them in that step, and so does the rest of the receiver's."""
+    engine: Any = current_engine()
+    loop = Loop.make(momentum=0.9)
+    (group,) = loop.optimizer.param_groups
+
+    def taken() -> float:
+        return float(engine.state.take()["optimizers"][0]["param_groups"][0]["lr"])
+
+    for _ in train.epochs(1):
+        for step in train.steps(loop.loader):
+            for _, x, y in step:
+                square(loop.model(x), y).backward()
+            loop.optimizer.step()
+        group["lr"] = 0.05
+        state = copy.deepcopy(engine.state.take())
+        group["lr"] = 0.1
+        with engine.state.registered_later():
+            engine.state.put(state)
+        (group,) = loop.optimizer.param_groups
+        assert (group["lr"], taken()) == (0.05, 0.05)
+        group["lr"] *= 0.5
+        assert taken() == 0.05
+        engine.state.put_late()
+    (group,) = loop.optimizer.param_groups
+    assert (group["lr"], taken()) == (0.05, 0.05)
 
 
 def test_a_whole_step_begins_with_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

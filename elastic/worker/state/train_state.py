@@ -65,8 +65,10 @@ class TrainState:
         self._num_known, self._frozen = 0, list[nn.Parameter]()
         # Those that wanted gradients when the loop began, by their number among all.
         self._trained: dict[int, nn.Parameter] = {}
-        # What registered objects are given once the iteration is over, and whether they are.
+        # What registered objects are given once the iteration is over, and whether they are; and
+        # the groups of the optimizers that have any, by their place.
         self._late: Mapping[str, Any] = {}
+        self._late_groups: Mapping[int, Any] = {}
         self._is_late = False
         # States of scalers that the run has used already, and this member not yet.
         self._unused_scalers: list[Any] = []
@@ -205,7 +207,7 @@ class TrainState:
             ],
             "loose": self.loose(),
             "frozen": self.frozen(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [self._state_of(place) for place in range(len(self.optimizers))],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [
                 *(scaler.state_dict() for scaler in self.scalers),
@@ -216,6 +218,11 @@ class TrainState:
                 for name, thing in self.registered.items()
             },
         }
+
+    def _state_of(self, place: int) -> Any:
+        state = self.optimizers[place].state_dict()
+        late = self._late_groups.get(place)
+        return state if late is None else {**state, "param_groups": late}
 
     def weights_bytes(self) -> int:
         """Return the size of the models' parameters."""
@@ -274,15 +281,19 @@ class TrainState:
         self._unused_scalers = state["scalers"][len(self.scalers) :]
         registered = state["registered"].items()
         self._late = {name: one for name, one in registered if own or name not in self.own}
+        optimizers = enumerate(state["optimizers"]) if self._is_late else ()
+        self._late_groups = {
+            place: deepcopy(one["param_groups"]) for place, one in optimizers if _has_groups(one)
+        }
         if not self._is_late:
             self.put_late()
 
     @contextmanager
     def registered_later(self) -> Iterator[None]:
-        """Let `put` leave registered objects alone until `put_late`.
+        """Let `put` leave registered objects alone until `put_late`, which repeats rates as well.
 
-        A loop counts in them what the step at hand has done; the sender of their state has counted
-        that step.
+        A loop counts in them what the step at hand has done, and may lower rates by a factor; the
+        sender of their state has done that in this step.
         """
         self._is_late = True
         try:
@@ -295,7 +306,10 @@ class TrainState:
         return self._late.get(name)
 
     def put_late(self) -> None:
-        """Give registered objects what was held back for them."""
+        """Give registered objects what was held back for them, and optimizers their rates again."""
+        for place in self._late_groups:
+            _load(self.optimizers[place], self._state_of(place))
+        self._late_groups = {}
         late, self._late = self._late, {}
         for name, state in late.items():
             self.registered[name].load_state_dict(state)
@@ -391,8 +405,8 @@ def _load(optimizer: torch.optim.Optimizer, state: State) -> None:
     keeps the strides of what was received, which fused optimizers take to be the parameter's.
     """
     optimizer.load_state_dict(state)
-    if not ("state" in state and "param_groups" in state):
-        return  # Of an optimizer with a form of its own.
+    if not _has_groups(state):
+        return
     groups = zip(optimizer.param_groups, state["param_groups"], strict=True)
     for parameter, number in (
         pair
@@ -411,6 +425,11 @@ def _load(optimizer: torch.optim.Optimizer, state: State) -> None:
             own = torch.empty_like(like, dtype=sent.dtype, device=value.device, requires_grad=False)
             if (value.dtype, value.stride()) != (own.dtype, own.stride()):
                 kept[name] = own.copy_(sent)
+
+
+def _has_groups(state: State) -> bool:
+    """Return whether an optimizer's state has torch's form, and not one of its own."""
+    return "state" in state and "param_groups" in state
 
 
 def _check_same(ours: State, theirs: State) -> None:
