@@ -141,6 +141,8 @@ class Run:
     def save(self, *, wait: bool = True) -> None:
         """Step, and have every member take the snapshot."""
         self.step()
+        for one in self.savers:  # They exchange that before each.
+            one.know_all_settled()
         done = [
             snapshotter.take(
                 self.state, Cursor(0, self.steps), self.steps, aliases=self.objects.aliases()

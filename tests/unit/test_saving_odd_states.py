@@ -285,6 +285,8 @@ def test_one_that_not_all_workers_have_marked_takes_no_whole_one_with_it(
     copy(first, 2)
     with pytest.raises(KeyError):
         copy(second, 2, missing)
+    for one in on_one_node:
+        one.know_all_settled()
     copy(first, 3)
     assert first.held() == 1
     copy(second, 3)
@@ -306,7 +308,8 @@ def test_rows_that_one_node_lacks_take_no_earlier_ones_from_the_others(tmp_path:
             copy(second, steps, missing)
         assert [one.lacks_newest for one in run] == [False, True]
         for one in run:
-            one.give_up_newest(is_sharded=True)
+            one.know_all_settled(gives_up=True)
+            one.wait_for_room(lambda: False)  # As where members leave by plan.
         assert held() == [[steps, 1], [1]]
     copy(first, 4)
     copy(second, 4)

@@ -23,6 +23,8 @@ class SnapshotSlots:
 
     Attributes:
         are_shared: they are the agent's, and the workers of this node copy parts of a state there.
+        last: that of this group's last snapshot, as long as not all members are known to have
+            settled that one.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -33,14 +35,11 @@ class SnapshotSlots:
         """
         self._paths = tuple(paths)
         self._slots: list[SnapshotSlot] = []
-        # That of this group's last snapshot, and whether all members have settled that one.
-        self._last: SnapshotSlot | None = None
-        self._others_settled = True
+        self.last: SnapshotSlot | None = None
 
     def enter(self) -> None:
         """A new group has taken none yet."""
-        self._last = None
-        self._others_settled = True
+        self.last = None
 
     @property
     def are_shared(self) -> bool:
@@ -64,7 +63,7 @@ class SnapshotSlots:
         """Do without the agent's memory for good."""
         self._paths = ()
         self._slots = []
-        self._last = None
+        self.last = None
 
     def close(self) -> None:
         self._slots = []
@@ -75,15 +74,14 @@ class SnapshotSlots:
             self._slots = [SnapshotSlot(path) for path in paths]
         return self._slots
 
-    def doubt_last(self) -> None:
-        """Others may not have settled the last one: whether it is whole is not known yet."""
-        self._others_settled = False
+    def know_all_settled(self) -> None:
+        """All members have settled the last one: each sees alike whether it is whole."""
+        self.last = None
 
     def take(self, number: int) -> SnapshotSlot:
         """Return where the snapshot that is taken now goes, as `next` does."""
-        self._last = self.next(number)
-        self._others_settled = True  # The next time all will have reported that.
-        return self._last
+        self.last = self.next(number)
+        return self.last
 
     def next(self, number: int) -> SnapshotSlot:
         """Return where a snapshot goes; OSError if a slot cannot be read.
@@ -95,8 +93,8 @@ class SnapshotSlots:
             number: of the snapshot. Those of greater numbers are of a state that was left for an
                 older one.
         """
-        if self._last is not None and not self._others_settled:
-            return next(one for one in self.all() if one is not self._last)
+        if self.last is not None:
+            return next(one for one in self.all() if one is not self.last)
         return self.all()[slot_after([slot.whole() for slot in self.all()], number)]
 
     def whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:

@@ -200,11 +200,15 @@ class Snapshotter:
             return True
         try:
             held = [s for s in self.slots.all() if self._is_being_written(s) or s.is_sent()]
-            if held and self.slots.next(self.newest.number + 1) in held:
+            if held and self._next_place() in held:
                 return True
             return self.arrival.is_missing()
         except OSError:
             return False  # The one that is taken then fails, and says why.
+
+    def _next_place(self) -> SnapshotSlot | None:
+        """Return where the next snapshot goes: what came to nothing here is taken again there."""
+        return self.slots.last if self.lacks_newest else self.slots.next(self.newest.number + 1)
 
     def await_copies(self) -> None:
         """From here on no snapshot is begun before the one before has come to other nodes."""
@@ -215,7 +219,6 @@ class Snapshotter:
     def wait_for_room(self, is_over: Callable[[], bool], timeout_s: float = FINISH_S) -> None:
         """Wait until there is room for another one; not in a group that is over, nor for ever."""
         self.settle()
-        self.slots.doubt_last()
         deadline, writer = time.monotonic() + timeout_s, self._writer
         try:
             while self._is_full() and not is_over() and time.monotonic() < deadline:
@@ -242,15 +245,18 @@ class Snapshotter:
         newest, group = self.newest, self._rank_info.generation
         return self._is_stored and (newest.steps, newest.generation) == (steps, group)
 
-    def give_up_newest(self, *, is_sharded: bool) -> None:
-        """Know that the newest snapshot has come to nothing on some members.
+    def know_all_settled(self, *, gives_up: bool = False) -> None:
+        """Know that all members have settled the newest snapshot.
 
-        Rows of a sharded model are of use only together. So the next snapshot gets the same number:
-        it goes to the place of this one, also where that is whole, here and where it was copied to,
-        and the one before it stays on all nodes.
+        Args:
+            gives_up: it has come to nothing on some, and its rows of a sharded model are of use
+                only together. So the next one gets the same number: it goes to the place of this
+                one, also where that is whole, here and where it was copied to, and the one before
+                it stays on all nodes.
         """
         self.lacks_newest = False
-        if is_sharded:
+        self.slots.know_all_settled()
+        if gives_up:
             self.newest = self.newest._replace(number=self.newest.number - 1)
 
     # ------------------------------------------------------------------- taking

@@ -7,7 +7,7 @@ has sent to everyone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic.core.events.worker import CopiesRequested, RequestLeave
@@ -91,21 +91,19 @@ class CheckpointScheduler:
 
     # ------------------------------------------------------------------- saving
 
-    def flags(self, leave_request: RequestLeave | None) -> tuple[bool, bool, bool, bool]:
+    def flags(self, leave_request: RequestLeave | None) -> tuple[bool, bool, bool]:
         """Return what we send with a step, after which we know of this request to leave.
 
-        These are `saves`, `busy`, `releases` and `lacks` of its row.
+        These are `saves`, `busy` and `releases` of its row.
         """
         releases = leave_request is not None and leave_request.saves
         saves = self._snapshotter.wants(self._run.steps + 1, self._request())
-        return saves, self._snapshotter.is_busy(), releases, self._snapshotter.lacks_newest
+        return saves, self._snapshotter.is_busy(), releases
 
     def committed(self, rows: Sequence[StepMetadata]) -> None:
         """Decide from everyone's rows whether the step that was just committed is saved."""
         self._steps_here += 1
         self._restorer.forget()
-        if any(row.lacks for row in rows):
-            self._snapshotter.give_up_newest(is_sharded=self.is_sharded)
         self.releases = any(row.releases for row in rows)
         self._is_stored = self.releases or any(row.saves for row in rows)
         has_room = self.releases or not any(row.busy for row in rows)  # A pause waits for room.
@@ -190,6 +188,24 @@ class CheckpointScheduler:
 
     def settle(self) -> None:
         self._snapshotter.settle()
+
+    def lacks_newest(self) -> bool:
+        """Return whether the newest snapshot of this group has come to nothing here."""
+        self.settle()
+        return self._snapshotter.lacks_newest
+
+    def know_all_settled(self, lack: Iterable[float]) -> None:
+        """All members have settled the newest snapshot of this group.
+
+        Args:
+            lack: of each, whether it has come to nothing there.
+        """
+        self._snapshotter.know_all_settled(gives_up=self.is_sharded and any(lack))
+
+    def know_broken(self) -> None:
+        """The group broke at this boundary: what some lack is not known."""
+        if self.is_sharded:  # Rows of which not all are taken might replace the newest whole ones.
+            self.is_due = False
 
     def before_leaving(self, is_over: Callable[[], bool]) -> None:
         """Save the state that only the members have, because all of them leave here by plan.

@@ -662,7 +662,7 @@ class StepEngine:
         self._take(IterationClosed(is_first, self._is_broken()))
         if is_first and self._group.is_leaving:
             # All have left the loop by a `break` behind that step.
-            self._together(self._share_logged)
+            self._together(self._share_at_boundary)
 
     def _close_step(self) -> None:
         """The user's code for a committed step is through: we are at a boundary."""
@@ -674,8 +674,9 @@ class StepEngine:
         self._due.end()
         run.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
-        if self._checkpoints.is_due or self._group.is_leaving:
-            self._together(self._share_logged)
+        is_shared = self._checkpoints.is_due or self._group.is_leaving
+        if is_shared and self._together(self._share_at_boundary) is None:
+            self._checkpoints.know_broken()
         shares_book = run.streams.is_due(run.cursor, self._checkpoints.is_due)
         if self._group.error is None and shares_book:
             self._together(lambda: share_book(default_group(), run.streams, run.cursor))
@@ -1072,19 +1073,29 @@ class StepEngine:
         if max(self._group.code_places, default=behind) > behind:
             return True  # Others of this group have passed it in the one before.
         all_of_it = halves(self._watch.of_all(self.context.world_size))
-        row = [*map(float, all_of_it), *self.run.logbook.row()]
+        logbook, lacks = self.run.logbook, self._checkpoints.lacks_newest()
+        row = [float(lacks), *map(float, all_of_it), *logbook.row()]
         rows = self._together(lambda: send_metadata(default_group(), row))
-        if rows is not None and differ([whole(*row[:2]) for row in rows]):
-            self.run.logbook.share([row[2:] for row in rows])
+        if rows is not None:
+            self._checkpoints.know_all_settled(row[0] for row in rows)
+        if rows is not None and differ([whole(*row[1:3]) for row in rows]):
+            logbook.share([row[3:] for row in rows])
             self._together(self._heal)
             return False
-        self.run.logbook.take_rows([row[2:] for row in rows or ()])
+        logbook.take_rows([row[3:] for row in rows or ()])
         return rows is not None
 
-    def _share_logged(self) -> None:
-        """Keep what all have logged of this step in the snapshot, and with those who stay."""
+    def _share_at_boundary(self) -> bool:
+        """Share what a snapshot needs to be taken, and who stays to go on; returns True.
+
+        That is what all have logged of this step, and whether some lack the snapshot before.
+        """
         logbook = self.run.logbook
-        logbook.share(send_metadata(default_group(), logbook.row()))
+        row = [float(self._checkpoints.lacks_newest()), *logbook.row()]
+        rows = send_metadata(default_group(), row)
+        self._checkpoints.know_all_settled(row[0] for row in rows)
+        logbook.share([row[1:] for row in rows])
+        return True
 
     def _together(self, exchange: Callable[[], Any]) -> Any:
         """Do what all members do here; None if the group broke."""

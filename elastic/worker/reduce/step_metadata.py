@@ -26,7 +26,7 @@ TAG = 1
 STEP_BITS = 32
 HEAD = 7
 """Numbers before the logged ones."""
-REQUESTS, SAVES, BUSY, RELEASES, LACKS = 1, 2, 4, 8, 16
+REQUESTS, SAVES, BUSY, RELEASES = 1, 2, 4, 8
 """Bits of a row's first number."""
 RATES = ("lr", "weight_decay", "momentum", "betas")
 """Of a group of parameters: what is changed while it is trained."""
@@ -45,7 +45,6 @@ class StepMetadata:
         saves: it asks for a snapshot after the step.
         busy: it has no room for one.
         releases: it knows that all leave after the step, and come back later or never.
-        lacks: the newest snapshot of its group has come to nothing here.
         rates: fingerprint of the learning rates that they stepped by, of other such settings, and
             of what was frozen; 0 before the first step.
         checksum: checksum of a part of the weights before this step, 0 for none; see `divergence`.
@@ -62,7 +61,6 @@ class StepMetadata:
     saves: bool = False
     busy: bool = False
     releases: bool = False
-    lacks: bool = False
     rates: int = 0
     checksum: int = 0
     busy_ns: float = 0.0
@@ -75,7 +73,6 @@ class StepMetadata:
             + self.saves * SAVES
             + self.busy * BUSY
             + self.releases * RELEASES
-            + self.lacks * LACKS
         )
         head = (flags, where, self.stepped, self.rates, *halves(self.checksum), self.busy_ns)
         return [*map(float, head), *self.values]
@@ -92,7 +89,6 @@ class StepMetadata:
             bool(flags & SAVES),
             bool(flags & BUSY),
             bool(flags & RELEASES),
-            bool(flags & LACKS),
             int(numbers[3]),
             whole(*numbers[4:6]),
             numbers[6],
