@@ -411,6 +411,14 @@ def test_the_end_of_an_epoch_and_the_start_of_the_next_are_one_state(cursors: li
     assert plan_transfers([again, again]).value.pairs == ()
 
 
+def test_who_was_away_receives_a_step_that_the_others_have_done_again() -> None:
+    away, others = (RunPosition(True, Cursor(1, 2), committed_in=one) for one in (4, 5))
+    assert plan_transfers([away, others, others]).value.pairs == ((0, 1),)
+    assert plan_transfers([away, others, away]).value.sender_to(2) == 1
+    further = RunPosition(True, Cursor(1, 3), committed_in=4)
+    assert plan_transfers([further, others]).value.pairs == ((1, 0),)
+
+
 @pytest.mark.parametrize(
     ("position", "place"),
     [

@@ -58,6 +58,7 @@ class RunPosition:
         committed: steps of the run in its state.
         saved: the newest state that it knows in storage, or on a node without members.
         held: steps of the newest snapshot in its node's memory, -1 for none.
+        committed_in: the group in which the newest step in its state was committed, 0 for none.
     """
 
     has_state: bool = False
@@ -68,6 +69,7 @@ class RunPosition:
     committed: int = 0
     saved: SavedPosition = field(default_factory=SavedPosition)
     held: int = -1
+    committed_in: Generation = NO_GENERATION
 
     @property
     def is_inside(self) -> bool:
@@ -128,16 +130,20 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     whose train function was called again after the last step: it would run that code alone, and its
     collectives would wait for members that are through with it.
 
+    A member that was away may have committed a step that the others have done again, in a group of
+    their own. Both states are right, and need not have the same bits: without "bitwise" the order
+    of addition follows the group. It receives theirs.
+
     Args:
         positions: by rank; at least one.
     """
     steps = max(position.epoch_steps for position in positions)
 
-    def weights(position: RunPosition) -> tuple[bool, Cursor]:
+    def weights(position: RunPosition) -> tuple[bool, Cursor, Generation]:
         cursor = position.cursor
         if steps and cursor.step >= steps and position.is_inside:
             cursor = Cursor(cursor.epoch + 1, 0)
-        return position.has_state, cursor
+        return position.has_state, cursor, position.committed_in
 
     best = max(weights(position) for position in positions)
     holders = [rank for rank, one in enumerate(positions) if weights(one) == best]

@@ -70,6 +70,7 @@ class ResumeState:
         begun: the last epoch whose code before the pass has run, -1 if none.
         data: how the data is cut, None while no loader was read.
         agreed_in: the newest group whose members had the run's state with this one, 0 for none.
+        committed_in: the group in which the newest step in it was committed, 0 for none.
     """
 
     state: State
@@ -83,3 +84,4 @@ class ResumeState:
     begun: int = -1
     data: Data | None = None
     agreed_in: Generation = NO_GENERATION
+    committed_in: Generation = NO_GENERATION

@@ -226,6 +226,7 @@ class ResumePoint:
             run.begun,
             run.data,
             run.agreed_in,
+            run.committed_in,
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import PassPosition, RunPosition, SavedPosition
 from elastic.core.policy.streams import Data
-from elastic.core.world import NO_GENERATION
+from elastic.core.world import NO_GENERATION, Generation
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.data.streams import MicroBatches
@@ -38,6 +38,7 @@ class RunState:
         is_held: we have begun the run, received its state, or loaded it. What an error leaves of a
             step that is applied, or of a state that is put, is not the run's.
         agreed_in: the newest group that has met; its members had this state.
+        committed_in: the group in which its newest step was committed, 0 for none.
     """
 
     def __init__(self, objects: TrainState, streams: StreamBook) -> None:
@@ -55,7 +56,7 @@ class RunState:
         self.logbook = Logbook()
         self.loader: MicroBatches | None = None
         self.is_held = False
-        self.agreed_in = NO_GENERATION
+        self.agreed_in = self.committed_in = NO_GENERATION
         # How the data was cut where this state comes from; empty once a loader was read.
         self._cut: dict[str, Any] = {}
 
@@ -86,6 +87,7 @@ class RunState:
             committed=self.steps,
             saved=saved,
             held=held,
+            committed_in=self.committed_in,
         )
 
     def read(self, loader: MicroBatches) -> None:
@@ -111,9 +113,11 @@ class RunState:
                 f"prepare_data_loader(global_batch_size=...), or begin a new run"
             )
 
-    def count_step(self) -> None:
+    def count_step(self, generation: Generation = NO_GENERATION) -> None:
+        """A step was committed in this group."""
         self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
         self.steps += 1
+        self.committed_in = generation
 
     # ------------------------------------------------------------------- as a whole
 
@@ -131,6 +135,7 @@ class RunState:
             "streams": self.streams.sent(self.cursor, all_of_it=True),
             "steps": self.steps,
             "begun": self.begun,
+            "committed_in": self.committed_in,
             "saved": list(saved),
             "data": _plain(data) if data is not None else dict(self._cut),
         }
@@ -147,6 +152,7 @@ class RunState:
         self.streams.receive([state["streams"]])
         self.steps = state["steps"]
         self.begun = state["begun"]
+        self.committed_in = state["committed_in"]
         self._cut = state["data"]
         self.cursor = Cursor(*state["cursor"])
         self.is_held = True
@@ -158,6 +164,7 @@ class RunState:
         self.steps, self.begun = left.steps, left.begun
         self._cut = _plain(left.data) if left.data is not None else {}
         self.is_held, self.agreed_in = True, left.agreed_in
+        self.committed_in = left.committed_in
 
 
 def _plain(data: Data) -> dict[str, Any]:

@@ -171,7 +171,8 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
             int(position.has_state), position.cursor.epoch, position.cursor.step,
             position.epoch_steps, int(position.in_pass), position.generation,
             position.committed, *position.saved,
-            position.held, mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
+            position.held, position.committed_in,
+            mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
             *mine.entry.numbers(),
         ],
         dtype=torch.int64,
@@ -181,7 +182,9 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     members = []
     for one in rows:
         has_state, epoch, step, epoch_steps, in_pass, generation, committed, *others = one.tolist()
-        taken_in, saved, held, model, data, threads, num_shared, memory, *entry = others
+        taken_in, saved, held, committed_in, model, data, threads, num_shared, memory, *entry = (
+            others
+        )
         position = RunPosition(
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
@@ -191,6 +194,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
             committed=committed,
             saved=SavedPosition(taken_in, saved),
             held=held,
+            committed_in=committed_in,
         )
         members.append(
             MemberInfo(position, model, data, threads, MemberEntry.of(entry), num_shared, memory)

@@ -849,7 +849,7 @@ class StepEngine:
             self._group.rates = rates_print(self.state.optimizers)
             seed_step(self.data, self.cursor, self.state.shard_number)
             self._due.do()
-            self.run.count_step()
+            self.run.count_step(self.context.generation)
             self.run.is_held = True
             self._take(StepCommitted(True))
             if self._counts_iterations() and not self._iteration.asks:
