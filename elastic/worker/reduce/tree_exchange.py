@@ -31,6 +31,7 @@ from elastic.core.policy.exchange_plan import (
     whole_plan,
 )
 from elastic.core.policy.microbatch import Span, additions_over, all_parts
+from elastic.errors import check
 from elastic.worker.group.accelerators import record, wait_done
 from elastic.worker.group.member_links import FEW, links_of
 from elastic.worker.group.shared_memory import OwnMemory, PeerMemory
@@ -239,6 +240,7 @@ class TreeExchange:
             is_bitwise: False to add what is ours first, whatever the tree is: fewer bytes.
             memory: all that is given to `start` is in it; None if others cannot read it in place.
         """
+        check((group is None) == (transport is None), "a group has a transport for its exchanges")
         self.total = torch.empty_like(like)
         self.bytes_sent = 0
         self._own_sum = None if is_bitwise else _OwnSum(memory)
