@@ -338,6 +338,20 @@ def test_workers_are_spread_over_zones_first() -> None:
     assert Counter(placement.place(job, offers, 0).value) == {"d": 3, "b": 2, "c": 1}
 
 
+def test_packed_workers_go_where_most_of_them_have_room() -> None:
+    """And not where slots are left, and nothing else that they need."""
+    gpus = Resources.of({"GPU": 4})
+    job = JobSpec(
+        job_id=JobId("j"), name="j", entry=SCRIPT, min_workers=4, max_workers=4,
+        strategy=Strategy.PACK, resources_per_worker=Resources.of({"GPU": 1}),
+    )  # fmt: skip
+    offers = [
+        NodeOffer(NodeCapacity(NodeId("a"), 8, gpus), free_slots=8, free=Resources.of({"GPU": 1})),
+        NodeOffer(NodeCapacity(NodeId("b"), 4, gpus), free_slots=4, free=gpus),
+    ]
+    assert placement.place(job, offers, 0).value == ("b",) * 4
+
+
 def test_workers_on_nodes_that_take_no_more_count_in_their_zone() -> None:
     job = JobSpec(
         job_id=JobId("j"), name="j", entry=SCRIPT, min_workers=1, max_workers=8,

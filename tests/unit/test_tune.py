@@ -26,7 +26,7 @@ from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning import decision as tuning
 from elastic.core.study import LoggedConfig, TrialAttempt, TrialState
 from elastic.core.view import NodeView
-from elastic.core.world import Failure, JobPhase, Node, NodePhase
+from elastic.core.world import Failure, JobPhase, Node, NodeId, NodePhase, Resources
 from elastic.data import from_items
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering
@@ -47,7 +47,7 @@ from elastic.tune.search.optuna import OptunaSearch
 from elastic.tune.session import SIZE, Objective, size_asked_by
 from elastic.tune.stopper import TrialPlateauStopper, as_stopper
 from elastic.tune.trial_function import as_trainable
-from elastic.tune.trials import Recipe, from_json, from_log, most_workers, to_log
+from elastic.tune.trials import Recipe, from_json, from_log, most_workers, room_for, to_log
 from elastic.wire.codec_jobs import TimedNote
 from elastic.worker.engine import train_call
 
@@ -683,6 +683,17 @@ class PlayedCluster:
     def status(self) -> Any:
         slots = Node("n1", incarnation=1, host="h", num_slots=self.slots)
         return SimpleNamespace(view=SimpleNamespace(nodes=[NodeView(slots, NodePhase.READY, 0, 1)]))
+
+
+def test_a_node_that_trials_may_not_use_is_no_room_for_them() -> None:
+    scaling = ScalingConfig(num_workers=2, accelerator_type="H100")
+    spec = TorchTrainer(print, scaling_config=scaling).job_spec()
+    cpus = Resources.of({"CPU": 8})
+    nodes = [
+        Node(NodeId(kind), 1, "h", num_slots=4, resources=cpus, accelerator_type=kind)
+        for kind in ("H100", "L4")
+    ]
+    assert room_for(spec, [NodeView(node, NodePhase.READY, 0, 4) for node in nodes]) == 2
 
 
 @pytest.mark.parametrize(("limit", "count"), [(0, 2), (1, 1)])
