@@ -60,7 +60,7 @@ from elastic.data.nodes import (
     in_memory,
     nodes_of,
     skipped_of,
-    table_of,
+    table_nearby,
 )
 from elastic.data.operations import (
     ROWS_AT_ONCE,
@@ -559,7 +559,7 @@ class Dataset:
         gradients are enabled: one that has no row for its last batch repeats another's.
         """
         del locality_hints
-        table = table_of(self._node, in_memory)
+        table = table_nearby(self._node)
         return [
             DataIterator(lambda: table, partial(_fixed, one, n), Dataset, pads=equal)
             for one in range(n)
@@ -653,7 +653,7 @@ class Dataset:
 
     def num_blocks(self) -> int:
         """Return the number of blocks in which the rows are read."""
-        return len(table_of(self._node, in_memory).blocks)
+        return len(table_nearby(self._node).blocks)
 
     def stats(self) -> str:
         """Return a text about the files, rows, and skipped rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -46,7 +47,7 @@ from elastic.worker.data.randomness import seeded
 ROWS_TRIED = 16
 """With so many rows functions are tried, to know the columns that they return."""
 HELD_BYTES = 256 * 1024**2
-"""Rows that are shuffled without random access are held in memory up to this size."""
+"""Rows that are read by number without random access are held in memory up to this size."""
 
 
 @dataclass
@@ -256,8 +257,7 @@ class Shuffle(Node):
     def stream(self) -> Iterator[Batch]:
         """Yield all rows in the order of the first epoch."""
         with tempfile.TemporaryDirectory("-elastic-data") as folder:
-            files, numbers = Files(folder), itertools.count()
-            table = table_of(self, lambda node: _nearby(node, files, str(next(numbers))))
+            table = _table_in(folder, self)
             with contextlib.closing(TableReader(table, table.lanes(1, 1))) as reader:
                 for start in range(0, table.rows, 1024):
                     yield reader.read(0, np.arange(start, min(table.rows, start + 1024)))
@@ -475,6 +475,23 @@ def _cut(parts: Sequence[Part], start: int, stop: int | None) -> list[Part]:
 def in_memory(node: Node) -> Part:
     """Compute a node, and keep its rows in the memory of this process."""
     return _held(list(node.stream()))
+
+
+def table_nearby(node: Node) -> Table:
+    """Return a dataset as a table, for this process.
+
+    Rows without random access are held in memory; in files, if they need more than HELD_BYTES,
+    which are deleted with the table.
+    """
+    folder = tempfile.TemporaryDirectory("-elastic-data")
+    table = _table_in(folder.name, node)
+    weakref.finalize(table, folder.cleanup)
+    return table
+
+
+def _table_in(folder: str, node: Node) -> Table:
+    files, numbers = Files(folder), itertools.count()
+    return table_of(node, lambda one: _nearby(one, files, str(next(numbers))))
 
 
 def _held(batches: Sequence[Batch]) -> Part:

@@ -37,6 +37,7 @@ from elastic.data.table import Part, Table
 from elastic.data.table_reader import TableReader
 from elastic.errors import UsageError
 from elastic.storage.files import Files
+from tests.patience import wait_for
 
 
 @pytest.fixture
@@ -1013,6 +1014,16 @@ def test_rows_are_shuffled_in_files_if_they_are_many(
     assert ds.take_all() == held
     assert written[0].files
     assert not Path(written[0].files[0].path.removeprefix("file://")).exists()
+    written.clear()
+    parts = data.read_text(tmp_path / "a.txt").streaming_split(2)
+    held = [row["text"] for part in parts for row in part.iter_rows()]
+    assert held == [f"line {n}" for n in range(5000)]
+    (file,) = (Path(one.path.removeprefix("file://")) for one in written[0].files)
+    assert file.exists()
+    for part in parts:
+        part.close()
+    del part, parts
+    wait_for(lambda: not file.parent.exists())
 
 
 def test_files_are_read_in_a_random_order_that_is_always_the_same(table: Path) -> None:
