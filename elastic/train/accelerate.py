@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -135,14 +136,25 @@ class _InGroup(Accelerator):
     def sync_gradients(self) -> bool:
         """Return whether this iteration is that of the step, the last of this worker's in it.
 
-        Scripts clip there, and count their steps.
+        Scripts clip there, and count their steps: whoever asks behind the optimizer's step, or in
+        an iteration without one, asks what `train.stepped` answers.
         """
-        is_of_step = require_engine("accelerator.sync_gradients").is_of_step()
+        engine = require_engine("accelerator.sync_gradients")
+        is_of_step = engine.is_of_step()
+        if engine.has_stepped() or not is_of_step:
+            engine.note_asked()
         return is_of_step and bool(self.gradient_state.sync_gradients)
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
         self.gradient_state._set_sync_gradients(sync_gradients)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Begin an iteration; nothing is accumulated here."""
+        del models
+        self._do_sync()
+        yield
 
     def save_state(self, output_dir: Any = None, *args: Any, **named: Any) -> Any:
         """Write the state on the first worker, or the first of each node; the others count it.

@@ -487,6 +487,19 @@ class Opened(GeneralTracker):
         self.steps.append(values["step"])
 
 
+class Count:
+    """What a script counts, part of the run's state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
 def test_a_schedule_of_accelerate_goes_on_once_in_a_step(tmp_path: Path) -> None:
     """On the second of two workers, until the first one dies."""
     tracker, numbered = Opened(), ProjectConfiguration(str(tmp_path))
@@ -523,7 +536,8 @@ def test_a_schedule_of_accelerate_goes_on_once_in_a_step(tmp_path: Path) -> None
     assert len(loader) == 3
     with pytest.raises(UsageError, match="outside the loop over"):
         next(iter(loader))
-    counted = 0
+    count = Count()
+    accelerator.register_for_checkpointing(count)
     for _ in train.epochs(1):
         with pytest.raises(UsageError, match=r"train\.epochs\(n, start=epoch \+ 1\)"):
             accelerator.skip_first_batches(loader, 2)
@@ -537,11 +551,12 @@ def test_a_schedule_of_accelerate_goes_on_once_in_a_step(tmp_path: Path) -> None
                 scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                counted += 1
+                count.steps += 1
+                kept.update_parameters(model)
                 accelerator.save_state()
     assert scheduler.get_last_lr() == [0.5**3]
     assert tracker.steps == list(range(5, 12))
-    assert counted == accelerator.save_iteration == 3
+    assert count.steps == int(kept.n_averaged) == accelerator.save_iteration == 3
     folders = tmp_path / "checkpoints"
     assert sorted(one.name for one in folders.iterdir()) == ["checkpoint_1", "checkpoint_2"]
     numbered.iteration = 2
@@ -549,6 +564,30 @@ def test_a_schedule_of_accelerate_goes_on_once_in_a_step(tmp_path: Path) -> None
         accelerator.save_state()
     engine.state.registered["accelerate.Accelerator"].load_state_dict({"saved": 2})
     accelerator.save_state()
+
+
+def test_a_count_behind_no_question_for_the_step_is_refused() -> None:
+    """To ask where gradients are clipped does not mean to count once in a step."""
+    accelerator = prepare_accelerator(Accelerator(cpu=True), global_batch_size=8)
+    plain, count = nn.Linear(5, 1), Count()
+    model, optimizer, loader = accelerator.prepare(
+        plain, torch.optim.SGD(plain.parameters(), lr=0.1), DataLoader(data(), batch_size=2)
+    )
+    accelerator.register_for_checkpointing(count)
+
+    def train_through() -> None:
+        for _ in train.epochs(1):
+            for _, x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.mse_loss(model(x), y))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                count.steps += 1
+
+    with pytest.raises(UsageError, match="changed in an iteration that did not ask"):
+        train_through()
 
 
 def fit(module: Any) -> None:
