@@ -84,12 +84,12 @@ class Telemetry:
     """The newest steps of one worker, about a second of them, and its position in the run.
 
     A number that a worker measures gets to `elastic status` by a field here, and one of the same
-    name in the message `Telemetry` of `proto/elastic/v1/facts.proto`; nothing on the way names the
-    fields. It is set by `worker.base.timing._Window.telemetry`, or by `StepEngine._telemetry` if
-    the loop knows it, and shown by `client.pace.pace_line` for a job, in a column of
-    `client.show.print_job` for each worker, and by `as_dict` below for programs. Of a job's workers
-    that of the lowest rank is shown (`view.JobView.telemetry`): what is the group's is the same on
-    all ranks, as `samples` is.
+    name in the message `Telemetry` of `proto/elastic/v1/facts.proto` (then `make proto`; a release
+    raises `core.messages.PROTOCOL`). Nothing on the way names the fields. It is set by
+    `worker.base.timing._Window.telemetry`, or by `StepEngine._telemetry` if the loop knows it, and
+    shown by `client.pace.pace_line` for a job, in a column of `client.show.print_job` for each
+    worker, and by `as_dict` below for programs. Of a job's workers that of the lowest rank is shown
+    (`view.JobView.telemetry`): what is the group's is the same on all ranks, as `samples` is.
 
     Attributes:
         steps: committed in this window; the times below are sums over them.

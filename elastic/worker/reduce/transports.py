@@ -31,9 +31,15 @@ class Transport(Protocol):
     those of other buckets, it keeps by the group. All members make theirs in the same order, and
     send nothing meanwhile.
 
+    Messages: each step has the same ones, with the same ranks, tags and tensors. One may come
+    before `expect`, and is kept for it. When `then` is called, and when `wait_until` returns, what
+    came can be read: on a CPU by the host, on a device by what its current stream gets next.
+
     Connections: members have met before, and may use those of `MemberLinks`. Others are opened
     where those are (`MemberLinks.join`), by addresses that each member sends with its
-    `MemberEntry`, and registered with `worker.group.connections`, which says what they owe.
+    `MemberEntry`, equally many integers of all, and registered with `worker.group.connections`,
+    which says what they owe. No setting selects a transport: it follows from the group's backend
+    and the tensors' device.
 
     Errors: where a member is gone, its methods raise `GroupBroken`, or what torch's own collectives
     raise; any other exception counts as the user's error and fails the job.
