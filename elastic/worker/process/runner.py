@@ -398,8 +398,9 @@ class Runner:
             timing.enter(assign.worker_id, assignment.generation, self._mailboxes.post)
             timing.resume()
             place = environment.for_generation(assign, assignment, self._started_with)
-            os.environ.update(place | setup.devices.place(assignment))
-            set_printing_rank(os.environ)
+            place |= setup.devices.place(assignment)
+            os.environ.update(place)
+            set_printing_rank(place)
             if call.reporter is not None:
                 call.reporter.close()
             if storage is not None:
