@@ -290,9 +290,9 @@ class WatchedFiles(Generic[Content]):
             return False
         self._complaint = ""
         is_new = found != self.content
-        self.content = found
         self._seen = seen
         if is_new:
+            self.content = found
             log.info(
                 "%s_renewed paths=%s", self._name, ",".join(map(str, filter(None, self._paths)))
             )
