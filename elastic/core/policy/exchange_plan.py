@@ -23,9 +23,8 @@ from math import gcd, lcm
 
 from elastic.core.policy.microbatch import Span, additions_to, deal, split, subtrees
 
-AT_ONCE, AT_ONCE_UNLIKE = 8, 4
-"""Nodes joined in one round: as many bytes as with halving, in fewer rounds. Where nodes differ, or
-are not a power of two, slices do not lie alike, and a rank has up to two partners in each."""
+AT_ONCE = 8
+"""Nodes joined in one round: as many bytes as with halving, in fewer rounds."""
 MESSAGE_BYTES = 64 << 10
 """Below this size the cost per message exceeds the cost of its bytes."""
 BUCKET_BYTES = 4 << 20
@@ -141,7 +140,7 @@ def bucket_bytes_for(world_size: int) -> int:
     return size
 
 
-def shape_of(nodes: Sequence[int], *, at_once: int = 0) -> GroupShape:
+def shape_of(nodes: Sequence[int], *, at_once: int = AT_ONCE) -> GroupShape:
     """Return how a group is joined: the ranks of each node at once, then nodes as the tree is.
 
     Two groups own a half each, also where the second lacks some nodes: there the last ranks own
@@ -149,12 +148,9 @@ def shape_of(nodes: Sequence[int], *, at_once: int = 0) -> GroupShape:
 
     Args:
         nodes: a number for each rank, the same for the ranks of one node, which are adjacent.
-        at_once: nodes that are joined in one round; 0 for what suits these.
+        at_once: nodes that are joined in one round.
     """
     starts = [rank for rank in range(len(nodes)) if not rank or nodes[rank] != nodes[rank - 1]]
-    sizes = {last - first for first, last in pairwise((*starts, len(nodes)))}
-    are_alike = len(sizes) == 1 and len(starts).bit_count() == 1
-    at_once = at_once or (AT_ONCE if are_alike else AT_ONCE_UNLIKE)
     return _shape_of((*starts, len(nodes)), at_once)
 
 
@@ -193,7 +189,7 @@ def _shape_of(starts: tuple[int, ...], at_once: int) -> GroupShape:
         else:
             middle = split((low, high))
             sizes = [starts[middle] - first, last - starts[middle]]
-            if 2 * sizes[1] < sizes[0]:
+            if 2 * (high - middle) < middle - low:
                 # The few on the right would have to send to all others.
                 middle = (low + high) // 2
                 sizes = [starts[middle] - first, last - starts[middle]]
