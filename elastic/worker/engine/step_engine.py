@@ -520,6 +520,8 @@ class StepEngine:
                 self._take(StepReceived())
                 self._the_loop().show_zeros()
                 return
+            # The step goes on: what the script counts in it comes after what was received.
+            self.state.put_late()
             self.at_boundary()
 
     def add_up(self, values: Mapping[str, Any]) -> None:
