@@ -39,6 +39,7 @@ from elastic.train.lightning import (
 )
 from elastic.train.session import require_engine
 from elastic.worker.engine import train_call
+from elastic.worker.engine.group_sync import note_loop_begun
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.early_run import joining_on_demand
 from elastic.worker.process.environment import PLACE
@@ -250,7 +251,7 @@ def test_a_worker_that_joins_builds_its_trainer_while_the_others_train(
 def test_a_worker_that_joins_prepares_lightnings_data_alone(
     monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
-    """The others have passed the barrier behind it, whether or not it has its place."""
+    """The others are in their loop, whether or not it has its place."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
     here, engine = train_call.current(), train_call.current_engine()
@@ -269,7 +270,9 @@ def test_a_worker_that_joins_prepares_lightnings_data_alone(
         raise AssertionError("it has asked for its place")
 
     with joining_on_demand(join):
-        joined = {"join": join} if is_ahead else {"cause": "join"}
+        joined = {"join": join} if is_ahead else {"cause": "join", "world_size": 2}
+        if not is_ahead:
+            note_loop_begun(is_inside=True)
         train_call.set_current(replace(here, **joined), engine)  # type: ignore[arg-type]
         trainer = Trainer(strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()])
         model = Model()

@@ -1,27 +1,62 @@
 """Lightning's environment plugin: rank and world size from the group.
 
-Lightning puts a barrier around `prepare_data`. Only members of a job's first group wait in it: in
-any other, some may be in the middle of their loop, and would never come.
+Lightning puts a barrier around `prepare_data`, for as long as that takes. Ours lets a member pass
+once another one of its group is at its loop, or in it: that one would never come.
 """
 
 from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
 
 from lightning.fabric.utilities import distributed
 from lightning.pytorch.plugins import environments
 
 from elastic.train.session import require_context, require_place
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.group_sync import loop_store, others_have_begun
 from elastic.worker.engine.train_call import current
 
+POLL_S = 0.02
+AT_LOOP = "at-loop"
 
-def _has_group() -> bool:
-    """Be Lightning's `_distributed_is_initialized`, which its barriers ask."""
+
+def _enter(barrier: Any) -> Any:
+    """Be `_InfiniteBarrier.__enter__`, which sets what is called at its end."""
     context = current()
-    is_first = context is None or (context.join is None and context.cause == "start")
-    return is_first and _has_stock_group()
+    if context is None:
+        return _enter_stock(barrier)
+    if context.join is None:  # One that joins has no place yet.
+        barrier.barrier = partial(_wait, context)
+    return barrier
 
 
-_has_stock_group = distributed._distributed_is_initialized
-distributed._distributed_is_initialized = _has_group
+def _wait(context: WorkerContext) -> None:
+    """Wait until all members have come as often as this one, or one of them is at its loop."""
+    store = loop_store()
+    if store is None:
+        return
+    own = f"{context.generation}-{context.world_rank}"
+    number = store.add(f"prepared-by-{own}", 1)
+    come = store.add(f"prepared-{number}", 1)
+    while come < context.world_size:
+        if others_have_begun(is_inside=False) or store.check([AT_LOOP]):
+            return
+        time.sleep(POLL_S)
+        come = store.add(f"prepared-{number}", 0)
+
+
+def note_at_loop() -> None:
+    """Join, and let members that wait behind `prepare_data` know that this one does not."""
+    require_place("RayDDPStrategy")
+    store = loop_store()
+    if store is not None:
+        store.set(AT_LOOP, b"1")
+
+
+_enter_stock = distributed._InfiniteBarrier.__enter__
+distributed._InfiniteBarrier.__enter__ = _enter  # type: ignore[method-assign]
 
 
 class RayLightningEnvironment(environments.LightningEnvironment):

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torchmetrics import Metric
 
 from elastic.errors import UsageError
+from elastic.train.lightning.environment import note_at_loop
 from elastic.train.lightning.files import Files
 from elastic.train.lightning.state import TrainerState
 from elastic.train.loaders import PreparedLoader
@@ -192,6 +193,7 @@ class Fit:
         total = fit.max_epochs if fit.max_epochs not in (None, -1) else sys.maxsize
         done = self.state.resume()
         self._epochs = engine.epochs(total, trainer.current_epoch, done)
+        note_at_loop()
         self._epoch = next(self._epochs, sys.maxsize)
         progress: Any = fit.epoch_progress.current
         progress.ready = progress.started = progress.processed  # The loop starts the epoch.

@@ -93,7 +93,7 @@ def note_loop_begun(*, is_inside: bool) -> None:
     Raises:
         RuntimeError: the group broke.
     """
-    if (store := _store()) is not None:
+    if (store := loop_store()) is not None:
         for key in (BEGUN, INSIDE) if is_inside else (BEGUN,):
             store.set(key, b"1")
 
@@ -104,10 +104,11 @@ def others_have_begun(*, is_inside: bool) -> bool:
     Args:
         is_inside: it is in a pass; if not, it has begun the loop.
     """
-    store = _store()
+    store = loop_store()
     return store is not None and bool(store.check([INSIDE if is_inside else BEGUN]))
 
 
-def _store() -> Any:
+def loop_store() -> Any:
+    """Return the store of the present group for what its members note; None without a group."""
     store = default_store()
     return None if store is None else dist.PrefixStore("loop", store)
