@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic.errors import StorageError
+from elastic.errors import InvariantViolation, StorageError
 from elastic.storage import outputs
 from elastic.storage.faults import is_about_credentials, reason_of
 from elastic.storage.marker import StoredFile
@@ -181,8 +181,12 @@ class Files:
 
         found = self._do(f"cannot list {self.path}", find)
         skipped = len(str(self.root)) + 1
+        sizes = {str(path)[skipped:]: int(info["size"]) for path, info in found.items()}
+        # Consoles of object stores mark a folder by an empty object: "" here, or "folder/".
         return sorted(
-            StoredFile(str(path)[skipped:], int(info["size"])) for path, info in found.items()
+            StoredFile(name, size)
+            for name, size in sizes.items()
+            if name and not name.endswith("/")
         )
 
     def _below(self, folder: str) -> Iterator[dict[str, Any]]:
@@ -320,7 +324,13 @@ class Files:
                 file.write(data)
 
     def delete(self, name: str) -> None:
-        """Delete a file, or a folder with its content; it must exist."""
+        """Delete a file, or a folder with its content; it must exist.
+
+        Raises:
+            InvariantViolation: there is no name, which would be the whole directory.
+        """
+        if not name:
+            raise InvariantViolation(f"all of {self.path} was to be deleted: expected a name in it")
         attempts = 0
 
         def remove() -> None:
@@ -339,9 +349,13 @@ class Files:
         self._do(f"cannot delete {self.path}/{name}", remove)
 
     def delete_if_there(self, name: str) -> None:
-        """Delete a file or folder, if it exists."""
-        if self.exists(name):
-            self.delete(name)
+        """Delete a file or folder, if it exists; another process may do the same meanwhile."""
+        try:
+            if self.exists(name):
+                self.delete(name)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError) or self.exists(name):
+                raise
 
     def _delete_literally(self, path: str) -> None:
         """Delete a path that fsspec would read as a pattern: "run[1]" would also match "run1"."""

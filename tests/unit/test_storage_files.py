@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic.errors import StorageError
+from elastic.errors import InvariantViolation, StorageError
 from elastic.storage.files import Files
 from elastic.storage.marker import MARKER, CheckpointMarker, StoredFile
 from elastic.storage.outputs import OutputFile
@@ -75,6 +75,18 @@ def test_a_tree_that_cannot_be_read_is_not_taken_for_an_empty_one(
     faults.add("io", on="list", match="*/deep")
     with pytest.raises(StorageError, match="cannot list"):
         files.tree()
+
+
+def test_marks_of_folders_in_an_object_store_are_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(str(tmp_path))
+    found = {str(tmp_path) + name: {"size": 0} for name in ("/", "/k=0/", "/k=0/a")}
+    monkeypatch.setattr(Files, "is_object_store", True)
+    monkeypatch.setattr(files.fs, "find", lambda path, detail: found)
+    assert files.tree() == [StoredFile("k=0/a", 0)]
+    with pytest.raises(InvariantViolation, match="all of"):
+        files.delete("")
 
 
 def test_a_function_that_writes_a_file_is_called_anew(tmp_path: Path, faults: Faults) -> None:
