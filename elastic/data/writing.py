@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -28,9 +29,11 @@ from elastic.data.batches import (
 from elastic.data.context import SaveMode
 from elastic.data.datasource.filename_provider import FilenameProvider
 from elastic.data.sources import bytes_of
-from elastic.errors import UsageError
+from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.filesystems import as_fsspec
+
+log = logging.getLogger(__name__)
 
 GROUP_BYTES, GROUP_ROWS = 8 * 1024**2, 65536
 """Size limits of a row group."""
@@ -123,7 +126,8 @@ def writing_to(
 ) -> Iterator[WriteTarget | None]:
     """Open a folder to write to; None if nothing is to be written.
 
-    Files that are replaced are deleted once the block has written all: it may read from them.
+    Files that are replaced are deleted once the block has written all: it may read from them. If it
+    fails, what it has written is deleted.
 
     Raises:
         UsageError: an argument is unknown, or there are files and must not be.
@@ -147,11 +151,24 @@ def writing_to(
             f"another mode"
         )
     target = WriteTarget(files, rows, provider, _first_free(there))
-    yield None if there and mode is SaveMode.IGNORE else target
+    try:
+        yield None if there and mode is SaveMode.IGNORE else target
+    except BaseException:
+        _delete_all(files, target.written.difference(there))
+        raise
     if mode is SaveMode.OVERWRITE:
         for name in there:
             if name not in target.written:
-                files.delete(name)
+                files.delete_if_there(name)
+
+
+def _delete_all(files: Files, names: Iterable[str]) -> None:
+    """Delete what was written before an error, so that another attempt does not double rows."""
+    for name in names:
+        try:
+            files.delete_if_there(name)
+        except StorageError as error:  # The error before it says more.
+            log.warning("written_file_stays path=%s/%s reason=%r", files.path, name, str(error))
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -281,28 +298,37 @@ def write_partitions(
         for table in itertools.chain([first], tables)
         for batch in table.cast(schema).to_batches()
     )
-    begin, end = os.path.splitext(target.name_of_rows(first, "parquet"))
+    name = target.name_of_rows(first, "parquet")
+    target.written.discard(name)  # There is no such file, only those that begin like it.
+    begin, end = os.path.splitext(name)
 
     def note(file: Any) -> None:
         target.written.add(str(file.path).removeprefix(f"{files.root}/"))
 
-    dataset.write_dataset(
-        arrow().RecordBatchReader.from_batches(schema, rows),
-        files.root,
-        filesystem=files.fs,
-        format="parquet",
-        partitioning=dataset.partitioning(
-            arrow().schema([schema.field(name) for name in columns]), flavor="hive"
-        ),
-        basename_template=f"{begin}-{{i}}{end}",
-        file_options=dataset.ParquetFileFormat().make_write_options(**options),
-        file_visitor=note,
-        existing_data_behavior="overwrite_or_ignore",
-        max_partitions=GROUP_ROWS,
-        max_rows_per_file=rows_per_file or 0,
-        max_rows_per_group=min(GROUP_ROWS, rows_per_file or GROUP_ROWS),
-        preserve_order=True,
-    )
+    try:
+        dataset.write_dataset(
+            arrow().RecordBatchReader.from_batches(schema, rows),
+            files.root,
+            filesystem=files.fs,
+            format="parquet",
+            partitioning=dataset.partitioning(
+                arrow().schema([schema.field(name) for name in columns]), flavor="hive"
+            ),
+            basename_template=f"{begin}-{{i}}{end}",
+            file_options=dataset.ParquetFileFormat().make_write_options(**options),
+            file_visitor=note,
+            existing_data_behavior="overwrite_or_ignore",
+            max_partitions=GROUP_ROWS,
+            max_rows_per_file=rows_per_file or 0,
+            max_rows_per_group=min(GROUP_ROWS, rows_per_file or GROUP_ROWS),
+            preserve_order=True,
+        )
+    except BaseException:
+        # `note` is told of whole files only.
+        ours = re.compile(rf"(?:.*/)?{re.escape(begin)}-\d+{re.escape(end)}")
+        with contextlib.suppress(StorageError):  # The error before it says more.
+            target.written |= {one.path for one in files.tree() if ours.fullmatch(one.path)}
+        raise
 
 
 def _write_file(output: Any, table: Any, groups: Iterator[Any], options: Mapping[str, Any]) -> Any:

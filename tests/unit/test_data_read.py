@@ -448,6 +448,11 @@ def test_what_is_replaced_is_there_until_all_is_written(tmp_path: Path, ending: 
     with pytest.raises(ZeroDivisionError):
         getattr(broken, write)(folder, mode="overwrite")
     assert rows_in(read(folder)) == [*range(9)]
+    there = sorted(folder.iterdir())
+    for mode in ("overwrite", "append"):
+        with pytest.raises(ZeroDivisionError):
+            getattr(broken, write)(folder, mode=mode, max_rows_per_file=2)
+        assert sorted(folder.iterdir()) == there
     getattr(read(folder).filter(lambda row: row["id"] > 4), write)(folder, mode="overwrite")
     assert rows_in(read(folder)) == [5, 6, 7, 8]
 
@@ -461,6 +466,44 @@ def test_folders_of_columns_are_replaced(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("k=1/*.parquet")
     assert pq.ParquetFile(file).metadata.row_group(0).column(0).compression == "ZSTD"
     assert sorted(ids_of(data.read_parquet(tmp_path).iter_rows())) == [0, 1, 2]
+
+
+def test_of_folders_that_fail_nothing_stays(tmp_path: Path) -> None:
+    def fail(row: dict[str, Any]) -> dict[str, Any]:
+        return {"id": 1 // (row["id"] - 199_999), "k": row["id"] % 2}
+
+    data.range(4).add_column("k", lambda f: f["id"] % 2).write_parquet(
+        tmp_path, partition_cols=["k"]
+    )
+    there = sorted(tmp_path.rglob("*.parquet"))
+    with pytest.raises(Exception, match="by zero"):
+        data.range(200_000).map(fail).write_parquet(tmp_path, partition_cols=["k"])
+    assert sorted(tmp_path.rglob("*.parquet")) == there
+
+
+def test_an_older_file_of_the_name_that_folders_files_begin_with_is_replaced(
+    tmp_path: Path,
+) -> None:
+    class Fixed(FilenameProvider):
+        def get_filename_for_block(self, *given: Any) -> str:
+            return "data.parquet"
+
+    ds = data.range(4).add_column("k", lambda f: f["id"] % 2)
+    ds.write_parquet(tmp_path, filename_provider=Fixed())
+    ds.write_parquet(tmp_path, partition_cols=["k"], mode="overwrite", filename_provider=Fixed())
+    assert not (tmp_path / "data.parquet").exists()
+    assert data.read_parquet(tmp_path).count() == 4
+
+
+def test_what_another_process_has_deleted_is_replaced_too(tmp_path: Path) -> None:
+    data.range(4).write_parquet(tmp_path)
+
+    def delete(row: dict[str, Any]) -> dict[str, Any]:
+        (tmp_path / "part-00000.parquet").unlink(missing_ok=True)
+        return row
+
+    data.range(3).map(delete).write_parquet(tmp_path, mode="overwrite")
+    assert data.read_parquet(tmp_path).count() == 3
 
 
 class Named(FilenameProvider):
