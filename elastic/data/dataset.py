@@ -172,6 +172,9 @@ class Dataset:
         return Dataset(node)
 
     def _apply(self, operation: Operation) -> Dataset:
+        function = getattr(operation, "function", None)
+        if isinstance(function, Function):
+            function.place = sum(1 for one in nodes_of(self._node) if isinstance(one, Apply))
         return Dataset(Apply((self._node,), operation))
 
     def _stream(self) -> Iterator[Batch]:

@@ -21,6 +21,7 @@ class Function:
         given: the function or the class.
         args, kwargs: for each call, after the batch; None for none.
         constructor_args, constructor_kwargs: for the class.
+        place: number of operations before it in the plan.
     """
 
     given: Callable[..., Any]
@@ -28,6 +29,7 @@ class Function:
     kwargs: Mapping[str, Any] | None = None
     constructor_args: Sequence[Any] = ()
     constructor_kwargs: Mapping[str, Any] | None = None
+    place: int = 0
     _called: Any = field(default=None, init=False, repr=False, compare=False)
     _loop: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -45,12 +47,14 @@ class Function:
         """Return what is called; the first time this creates a class's instance.
 
         What that draws at random is the same in each process: whichever batch comes first in one
-        has no part in it.
+        has no part in it. It differs by the place in the plan and the constructor's arguments.
         """
         if self._called is None:
             called = self.given
             if self.is_class:
-                with seeded(zlib.crc32(self.name.encode())):
+                given = (self.constructor_args, self.constructor_kwargs or {})
+                seed = zlib.crc32(repr((self.name, self.place, _plain(given))).encode())
+                with seeded(seed):
                     called = self.given(*self.constructor_args, **(self.constructor_kwargs or {}))
             self._called = called
         return self._called
@@ -74,6 +78,21 @@ class Function:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the instance: each process creates its own."""
         return {**self.__dict__, "_called": None, "_loop": None}
+
+
+def _plain(value: Any) -> Any:
+    """Return what a value's text may be made of that is the same in each process.
+
+    Pickles are not: they depend on hashes, on addresses, and on what is one object by chance.
+    """
+    if isinstance(value, Mapping):
+        return [(_plain(key), _plain(one)) for key, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if type(value) in (str, bytes, bool, int, float, type(None)):
+        return value
+    has_name = inspect.isclass(value) or inspect.isfunction(value)
+    return value.__qualname__ if has_name else type(value).__qualname__
 
 
 async def _listed(generator: Any) -> list[Any]:

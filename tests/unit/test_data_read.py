@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import fsspec
 import numpy as np
 import pandas as pd
@@ -998,6 +999,29 @@ def test_rows_that_functions_of_batches_add_are_counted_and_in_some_part() -> No
     assert data.range(2).filter(Repeat, fn_constructor_kwargs={"times": 0}).count() == 0
     parts = [*ds.split(3), *data.range(10).map_batches(twice).split(3)]
     assert sum(part.count() for part in parts) == 40
+
+
+class Drawn:
+    def __init__(self, name: str, *others: Any) -> None:
+        self.name, self.value = name, np.random.random()
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, self.name: self.value}
+
+
+def test_a_class_draws_by_its_place_and_arguments_alike_in_each_process() -> None:
+    def row(*given: list[Any]) -> Any:
+        ds = data.range(1)
+        for args in given:
+            ds = ds.map(Drawn, fn_constructor_args=args)
+        return cloudpickle.loads(cloudpickle.dumps(ds)).take(1)[0]
+
+    twice = row(["a", 1], ["b", 1])
+    assert twice["a"] != twice["b"]
+    assert twice == row(["a", 1], ["b", 1])
+    assert row(["a", 1])["a"] == twice["a"] != row(["a", 2])["a"]
+    # The text of an object would have its address.
+    assert row(["a", object()]) == row(["a", object()])
 
 
 def test_the_error_of_a_constructor_is_that_of_no_row() -> None:
