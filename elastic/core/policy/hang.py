@@ -13,8 +13,8 @@ A worker reports on its own main thread (`core.machine.worker_pulse`). The coord
 ten times a second while a member waits, requests the stacks of all members, and kills those that
 hang 0.3 s later (`core.machine.suspicion`). What shows in the process alone is for its agent: one
 that is stopped, or whose control thread does not answer (`core.machine.agent_processes`,
-`ProcessBook._limits`: 0.5 s and 30 s). To start, join and leave have limits of their own
-(`core.machine.timeouts.patience_s`: 60 s).
+`ProcessBook._limits`: 0.5 s and 30 s, or what the process asks for). To start, join and leave have
+limits of their own (`core.machine.timeouts.patience_s`: a minute to hours).
 
 Not all waiting is visible: a rank that waits in a collective of the script's own may look hung. In
 a group with subgroups (shards and their replicas) the collectives begun in each show which member

@@ -31,8 +31,8 @@ class Transport(Protocol):
     those of other buckets, it keeps by the group. All members make theirs in the same order, and
     send nothing meanwhile.
 
-    Messages: each step has the same ones, with the same ranks, tags and tensors. One may come
-    before `expect`, and is kept for it. When `then` is called, and when `wait_until` returns, what
+    Messages: each step has the same ones, with the same ranks, tags and sizes, to the same memory;
+    from which memory may change. One may come before `expect`, and is kept for it. When `then` is called, and when `wait_until` returns, what
     came can be read: on a CPU by the host, on a device by what its current stream gets next.
 
     Connections: members have met before, and may use those of `MemberLinks`. Others are opened
@@ -47,9 +47,11 @@ class Transport(Protocol):
     Aborts: a wait ends so, too, once another thread aborts the group: torch's are aborted by
     `ProcessGroups`, registered connections are cut.
 
-    It carries sums of gradients and of modules' buffers, and nothing else. The rows of a step go
-    over `MemberLinks`, unless `carries_rows` and the bucket is small. Over torch's groups go the
-    state for members that lack it, the gradients of sharded models, and whatever the script sends.
+    It carries sums of gradients and of modules' buffers, and small int64 tensors on the CPU that
+    say where sums lie, which it holds until they are sent. A wait reads from all members, lest two
+    that send wait for each other. The rows of a step go over `MemberLinks`, unless `carries_rows`
+    and the bucket is small. Over torch's groups go the state for members that lack it, the
+    gradients of sharded models, and whatever the script sends.
 
     Attributes:
         has_tags: tags match messages; otherwise their order does, so that all ranks must begin
