@@ -30,7 +30,6 @@ from elastic.worker.process.environment import PLACE
 from elastic.worker.process.importing import (
     import_ahead,
     import_all,
-    is_imported,
     put_first,
 )
 
@@ -64,10 +63,6 @@ class ImportPlan:
         fields = json.loads(text)
         folders, modules = tuple(fields["folders"]), tuple(fields["modules"])
         return cls(fields["path"], folders, fields["env"], modules)
-
-    def is_done(self) -> bool:
-        """Return whether this process has imported all modules that are named."""
-        return bool(self.modules) and all(map(is_imported, self.modules))
 
 
 class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]

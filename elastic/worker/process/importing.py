@@ -24,6 +24,8 @@ from typing import Any
 INSTALLED = ("site-packages", "dist-packages")
 SHARED = frozenset({*sys.stdlib_module_names, "torch", "elastic"})
 """Packages that are never a script's own."""
+OF_SPARES = SHARED | {"cloudpickle", "fsspec", "numpy"}
+"""Packages that each spare has imported: a job that needs no others can take any spare."""
 OUR_NAME = "elastic"
 IMPORT = re.compile(r"^[ \t]*(?:from[ \t]*(\.*)[ \t]*(\w*)|import[ \t]+([\w., \t]+))", re.MULTILINE)
 """A line that imports: dots and the first part of a name, or names with commas."""
@@ -59,13 +61,6 @@ def import_all(names: Iterable[str]) -> None:
             # As an import statement does; some packages import their parts when they are asked for.
             if part and not hasattr(module, part):
                 importlib.import_module(f"{module_name}.{part}")
-
-
-def is_imported(name: str) -> bool:
-    """Return whether a module, or a part of a module, is imported; imports nothing."""
-    module_name, _, part = name.partition(":")
-    module = sys.modules.get(module_name)
-    return module is not None and (not part or part in getattr(module, "__dict__", {}))
 
 
 def _imported_first(path: str) -> list[str]:
@@ -109,7 +104,7 @@ def imports_of(function: Callable[..., Any], modules: Iterable[str]) -> tuple[st
             continue
         file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
         unread += _imported_first(file) if isinstance(file, str) else ()
-    return tuple(sorted(n for n in found if _first_part(n) not in sys.stdlib_module_names))
+    return tuple(sorted(n for n in found if _first_part(n) not in OF_SPARES))
 
 
 def _imported_at_first(function: Any) -> list[str]:

@@ -128,11 +128,12 @@ class WorkerZygote:
             os._exit(EXIT_AGENT_GONE)
         number, imports = request.decode().split(" ", 1)
         pipe_fd, output_fd = descriptors
-        plan = _read(imports) if imports else None
-        if plan is None or plan.is_done():
+        if not imports:
             return self._fork_here(int(number), pipe_fd, output_fd)
-        is_new = imports not in self._import_zygotes
-        import_zygote = self._import_zygotes.setdefault(imports, ImportZygote(plan))
+        import_zygote = self._import_zygotes.get(imports)
+        is_new = import_zygote is None
+        if import_zygote is None:
+            import_zygote = self._import_zygotes[imports] = ImportZygote(_read(imports))
         # Before an import zygote is forked, which would keep them open: then a worker's output, and
         # the pipe of one that died, had no end as long as the import zygote runs.
         import_zygote.waiting[int(number)] = pipe_fd, output_fd
