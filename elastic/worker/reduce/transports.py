@@ -32,8 +32,9 @@ class Transport(Protocol):
     send nothing meanwhile.
 
     Messages: each step has the same ones, with the same ranks, tags and sizes, to the same memory;
-    from which memory may change. One may come before `expect`, and is kept for it. When `then` is called, and when `wait_until` returns, what
-    came can be read: on a CPU by the host, on a device by what its current stream gets next.
+    from which memory may change. One may come before `expect`, and is kept for it. When `then` is
+    called, and when `wait_until` returns, what came can be read: on a CPU by the host, on a device
+    by what its current stream gets next.
 
     Connections: members have met before, and may use those of `MemberLinks`. Others are opened
     where those are (`MemberLinks.join`), by addresses that each member sends with its
