@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as rank_zero_only_here
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
-from torchmetrics.utilities.prints import rank_zero_only as rank_zero_only_of_metrics
 
 from elastic.errors import UsageError
 from elastic.train.datasets import ShardBatches
@@ -87,7 +86,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
         """Update and return this worker's rank; the first one writes and shows progress."""
         context = require_context("RayDDPStrategy")
         self.global_rank, self.local_rank = current_rank(), context.local_rank
-        for one in (rank_zero_only, rank_zero_only_here, rank_zero_only_of_metrics):
+        for one in (rank_zero_only, rank_zero_only_here):
             vars(one)["rank"] = self.global_rank
         return self.global_rank
 
