@@ -32,7 +32,9 @@ class LossSummary:
     def add(self, who: str, cause: str, *, at_unix_ns: int, now_ns: int) -> None:
         """Take a loss; `at_unix_ns` is when it was noticed, by the coordinator's wall clock."""
         if not self._gone:
-            self._since_ns, self._at_unix_ns, self._is_reported = now_ns, at_unix_ns, False
+            self._since_ns = now_ns
+            self._at_unix_ns = at_unix_ns
+            self._is_reported = False
         self._next, self._formed_after_ns = (0, 0), None
         self._gone.append(f"{who}, {cause}")
 

@@ -152,7 +152,9 @@ class DataIterator:
 
     def _begin_at(self, epoch: int, window: int | None = None) -> None:
         """Make the next pass a whole one of this number."""
-        self._epoch, self._left, self._pass = epoch, None, None
+        self._epoch = epoch
+        self._left = None
+        self._pass = None
         if window != self._window:
             self._window = window
             self.close()

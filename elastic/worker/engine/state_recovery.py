@@ -168,15 +168,25 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     position = mine.position
     row = torch.tensor(
         [
-            int(position.has_state), position.cursor.epoch, position.cursor.step,
-            position.epoch_steps, int(position.in_pass), position.generation,
-            position.committed, *position.saved,
-            position.held, position.committed_in,
-            mine.model, mine.data, mine.threads, mine.num_shared, mine.memory,
+            int(position.has_state),
+            position.cursor.epoch,
+            position.cursor.step,
+            position.epoch_steps,
+            int(position.in_pass),
+            position.generation,
+            position.committed,
+            *position.saved,
+            position.held,
+            position.committed_in,
+            mine.model,
+            mine.data,
+            mine.threads,
+            mine.num_shared,
+            mine.memory,
             *mine.entry.numbers(),
         ],
         dtype=torch.int64,
-    )  # fmt: skip
+    )
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
     members = []

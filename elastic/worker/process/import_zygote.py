@@ -27,11 +27,7 @@ import torch
 
 from elastic.worker.process.early_run import asks_to_print
 from elastic.worker.process.environment import PLACE
-from elastic.worker.process.importing import (
-    import_ahead,
-    import_all,
-    put_first,
-)
+from elastic.worker.process.importing import import_ahead, import_all, put_first
 
 OURS = ("ELASTIC_", "TORCHELASTIC_")
 DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -33,10 +33,19 @@ IMPORT = re.compile(r"^[ \t]*(?:from[ \t]*(\.*)[ \t]*(\w*)|import[ \t]+([\w., \t
 CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 OF_IMPORTS = frozenset(
     {
-        "CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "GEN_START", "IMPORT_FROM", "MAKE_CELL", "NOP",
-        "POP_TOP", "RESUME", "STORE_DEREF", "STORE_FAST",
+        "CACHE",
+        "COPY_FREE_VARS",
+        "EXTENDED_ARG",
+        "GEN_START",
+        "IMPORT_FROM",
+        "MAKE_CELL",
+        "NOP",
+        "POP_TOP",
+        "RESUME",
+        "STORE_DEREF",
+        "STORE_FAST",
     }
-)  # fmt: skip
+)
 """What a function's code has before and between its first imports."""
 
 
