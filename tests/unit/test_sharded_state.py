@@ -28,7 +28,7 @@ from elastic.worker.engine.unregistered import UnregisteredObjects
 from elastic.worker.state.arena import SnapshotSlot
 from elastic.worker.state.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state.train_state import State, TrainState
-from tests.patience import is_set
+from tests.patience import DEADLINE_S
 from tests.unit.sharded_under_test import (
     Member,
     Memory,
@@ -68,24 +68,23 @@ def test_rows_are_copied_while_the_next_step_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot_copier, "BESIDE_BYTES_MIN", 0)
-    may_copy = threading.Event()
+    may_copy = threading.Semaphore(0)  # Each member has one copy; an event would lose one of two.
     put = SnapshotSlot.put
 
     def late_put(slot: SnapshotSlot, *args: Any) -> None:
-        assert is_set(may_copy)
-        may_copy.clear()
+        assert may_copy.acquire(timeout=DEADLINE_S)
         put(slot, *args)
 
     def compute(member: Member) -> None:
         member.model.get_buffer("mean").add_(1)
-        may_copy.set()
+        may_copy.release()
 
     def change(member: Member) -> None:
         with torch.no_grad():
             rows = member.model.get_parameter("wide_weight")
             assert isinstance(rows, DTensor)
             (rows if member.place[0] == 0 else rows.to_local()).mul_(0.5)
-        may_copy.set()
+        may_copy.release()
 
     monkeypatch.setattr(SnapshotSlot, "put", late_put)
     run = ShardedRun(tmp_path, shape=(2,))
