@@ -3,13 +3,15 @@
     python -m tests.harness.chaos --kills 1200 --every 2
     python -m tests.harness.chaos --seed 7 --events 20 --every 2
     python -m tests.harness.chaos --job epochs --seeds 50
+    python -m tests.harness.chaos --job wide --width 5000 --kills 200 --every 4
 
 A small cluster trains while workers, agents, nodes and the coordinator are killed and stopped,
 nodes drain and come back: half of the faults within 300 ms of the one before. Then all is healed.
 The job `steps` trains in a loop over `train.epochs()`: its weights and optimizer state must have
 the SHA-256 of a run that nobody disturbed, and every sample must count once in every epoch. The
-job `epochs` is called again at each change, goes on from checkpoints, and must have counted every
-epoch once; it also survives the loss of everybody.
+job `wide` does the same with as many parameters as asked for, and checksums. The job `epochs` is
+called again at each change, goes on from checkpoints, and must have counted every epoch once; it
+also survives the loss of everybody.
 
 Rule: a seed draws what is done, to whom and when; what the machine makes of it differs from run
 to run, so that a seed which failed may have to be run several times to fail again.
@@ -255,7 +257,9 @@ def goodput(cluster: LocalCluster, began_ns: int, over_ns: int) -> float:
 # ---------------------------------------------------------------- many runs
 
 
-def run_faults(job_name: str, seed: int, faults: list[Fault], *, nodes: int = 3) -> Outcome:
+def run_faults(
+    job_name: str, seed: int, faults: list[Fault], *, nodes: int = 3, width: int = 64
+) -> Outcome:
     """Run one schedule on a cluster of its own; what fails leaves its logs.
 
     Raises:
@@ -263,7 +267,8 @@ def run_faults(job_name: str, seed: int, faults: list[Fault], *, nodes: int = 3)
     """
     with LocalCluster(nodes=nodes) as cluster:
         directory = Path(tempfile.mkdtemp(prefix="job-", dir=cluster.directory))
-        job = chaos_job(job_name, f"chaos-{seed}", workers=nodes, directory=directory)
+        name = f"chaos-{seed}"
+        job = chaos_job(job_name, name, workers=nodes, directory=directory, width=width)
         try:
             return Chaos(cluster, job).run(faults)
         finally:
@@ -284,15 +289,18 @@ def percentiles(seconds: list[float]) -> str:
 
 
 @click.command()
-@click.option("--job", type=click.Choice(["steps", "epochs"]), default="steps", show_default=True)
+@click.option(
+    "--job", type=click.Choice(["steps", "wide", "epochs"]), default="steps", show_default=True
+)
 @click.option("--kills", default=0, help="Only kill workers, so many, one every --every seconds.")
 @click.option("--seed", default=0, show_default=True, help="The first seed.")
 @click.option("--seeds", default=1, show_default=True, help="How many seeds to run.")
 @click.option("--events", default=20, show_default=True, help="Faults in a run.")
 @click.option("--every", default=2.0, show_default=True, help="Mean seconds between bursts.")
 @click.option("--nodes", default=3, show_default=True)
+@click.option("--width", default=64, show_default=True, help="Of the layers of the job 'wide'.")
 def main(
-    job: str, kills: int, seed: int, seeds: int, events: int, every: float, nodes: int
+    job: str, kills: int, seed: int, seeds: int, events: int, every: float, nodes: int, width: int
 ) -> None:
     """Break a real cluster on this machine, seed by seed; fail on the first wrong end."""
     all_faults: list[str] = []
@@ -300,7 +308,7 @@ def main(
     for number in range(seed, seed + seeds):
         faults = draw_kills(number, kills, every) if kills else draw_faults(number, events, every)
         try:
-            outcome = run_faults(job, number, faults, nodes=nodes)
+            outcome = run_faults(job, number, faults, nodes=nodes, width=width)
         except ElasticError as error:
             click.echo(f"seed {number} failed: {error}")
             sys.exit(1)

@@ -45,7 +45,7 @@ class ChaosJob:
     """A job that trains until it may finish.
 
     Attributes:
-        kind: "steps" or "epochs".
+        kind: "steps", "wide" or "epochs".
         spec: what is submitted.
         finish: the file that lets it end.
         saves: it takes checkpoints by itself.
@@ -66,7 +66,7 @@ class ChaosJob:
     @property
     def counts_epochs_once(self) -> bool:
         """Return whether no epoch is done again, so that reports tell its pace."""
-        return self.kind == "steps"
+        return self.kind != "epochs"
 
     def survives(self, fault: str, group_size: int) -> bool:
         """Return whether this fault leaves somebody, or something, that has the run's state."""
@@ -115,16 +115,17 @@ class ChaosJob:
 
 
 def chaos_job(
-    kind: str, name: str, *, workers: int, directory: Path, save_every: int = 0
+    kind: str, name: str, *, workers: int, directory: Path, save_every: int = 0, width: int = 64
 ) -> ChaosJob:
     """Return a job of this kind for 1 to `workers` workers, with its files in a directory.
 
     Args:
-        kind: "steps" or "epochs".
+        kind: "steps", "wide" or "epochs".
         name: of the job.
         workers: at most.
         directory: for its files.
         save_every: steps between automatic checkpoints, 0 for none.
+        width: of the layers of the job "wide".
     """
     finish = directory / "finish"
     if kind == "steps":
@@ -133,6 +134,9 @@ def chaos_job(
         args = (*args, "--trace", str(directory / "trace"))
         if save_every:
             args = (*args, "--save-every", str(save_every))
+    elif kind == "wide":
+        options = ("--width", str(width))
+        args = (*options, "--epochs", str(ENDLESS), "--trace", str(directory / "trace"))
     else:
         options = ()
         args = ("--epochs", str(EPOCHS_MIN), "--steps", "5", "--numbers", "100000")
