@@ -48,9 +48,9 @@ from elastic.worker.reduce.tree_exchange import MicroBatchPartition, make_exchan
 
 VARIANTS = ("ddp", "bitwise", "samples")
 SIZES = {"tiny": (64, 16), "10 M": (1580, 32), "100 M": (5000, 32)}
+"""Name: (width of each of four layers, samples of a micro-batch)."""
 EXCHANGED = (17_000, 1_000_000, 10_000_000, 100_000_000)
 """Elements of the gradients whose exchange is measured alone."""
-"""Name: (width of each of four layers, samples of a micro-batch)."""
 WARM_UP = 5
 HOST = "127.0.0.1"
 KEY = "a secret of the generation"

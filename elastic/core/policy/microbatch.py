@@ -23,11 +23,11 @@ Span = tuple[int, int]
 def deal(rank: int, world_size: int, num_micro_batches: int) -> Span:
     """Return the micro-batches of a step that a rank computes, as even as it goes.
 
-    Larger shares come after an even number of smaller ones; an odd smaller one is the last: 8 on 3
-    ranks are 3, 3 and 2. So where V is near W, a rank with two micro-batches has one subtree of the
-    sum, and most of the groups that ranks are joined in for the exchange (see `exchange_plan`) have
-    one, and send one sum instead of several. Spread over all ranks, the larger shares would leave
-    hardly a group with a whole one.
+    The first ranks get the smaller share, an even number of them; of an odd number the last rank
+    gets the remaining one: 8 on 3 ranks are 3, 3 and 2. So where V is near W, a rank with two
+    micro-batches has one subtree of the sum, and most of the groups that ranks are joined in for
+    the exchange (see `exchange_plan`) have one, and send one sum instead of several. Spread over
+    all ranks, the larger shares would leave hardly a group with a whole one.
 
     Args:
         rank: 0 to world_size - 1.

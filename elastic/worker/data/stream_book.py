@@ -1,7 +1,8 @@
 """What is known of the streams of a run: where epochs end, and snapshots to continue from.
 
-Rule: nothing here is needed to be right. Positions follow from the cursor; a snapshot only spares
-the next reader of a stream the samples before it. Where an epoch ends is a fact about the data.
+Rule: which samples are read does not depend on the snapshots. Positions follow from the cursor; a
+snapshot only saves the next reader of a stream the samples before it. Where an epoch ends is a fact
+about the data.
 """
 
 from __future__ import annotations
