@@ -121,6 +121,7 @@ def rank_main(
     leader: str,
     rounds: int,
     device: str,
+    sizes: Sequence[str],
     results: mp.SimpleQueue,  # type: ignore[type-arg]
 ) -> None:
     """Be one rank."""
@@ -130,7 +131,8 @@ def rank_main(
         GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench", key=KEY)
     )
     found: dict[tuple[str, str], list[tuple[float, int]]] = {}
-    for size, (width, batch) in SIZES.items():
+    for size in sizes:
+        width, batch = SIZES[size]
         steps = {"tiny": 200, "10 M": 12}.get(size, 4)
         for _ in range(rounds):
             for variant in VARIANTS:
@@ -233,13 +235,15 @@ def print_exchange_only(console: Console, worlds: Sequence[int], sizes: Sequence
             )
 
 
-def measure(world: int, rounds: int, device: str) -> dict[tuple[str, str], list[tuple[float, int]]]:
+def measure(
+    world: int, rounds: int, device: str, sizes: Sequence[str]
+) -> dict[tuple[str, str], list[tuple[float, int]]]:
     """Return what rank 0 measured, by size and variant."""
     results = mp.get_context("spawn").SimpleQueue()
     server = StoreServer(HOST)
     server.admit(1, KEY)
     context = mp.spawn(
-        rank_main, (world, server.address, rounds, device, results), nprocs=world, join=False
+        rank_main, (world, server.address, rounds, device, sizes, results), nprocs=world, join=False
     )
     found = results.get()
     context.join()
@@ -252,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--world", type=int, action="append", help="again for several")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", action="append", choices=[*SIZES], help="again for several")
     parser.add_argument("--elements", type=int, action="append", help="of gradients exchanged")
     parser.add_argument("--device", default="cpu", help="cuda: all ranks share the first GPU")
     parser.add_argument("--only", choices=("exchange", "steps"), help="half of it")
@@ -270,8 +275,9 @@ def main() -> None:
         table = Table(title=f"steps on {args.device}; load of the machine {load:.1f}")
         for name in ("workers", "model", "variant", "step", "to DDP", "sent per step"):
             table.add_column(name, justify="left" if name in ("model", "variant") else "right")
-        found = measure(world, args.rounds, args.device)
-        for size in SIZES:
+        sizes = args.model or [*SIZES]
+        found = measure(world, args.rounds, args.device, sizes)
+        for size in sizes:
             base = statistics.median(seconds for seconds, _ in found[size, "ddp"])
             for variant in VARIANTS:
                 seconds = statistics.median(s for s, _ in found[size, variant])
