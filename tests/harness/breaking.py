@@ -74,7 +74,7 @@ class Breaker:
     def size(self) -> int:
         """Return how many running workers have the run's state, as far as known.
 
-        Counts members of the group that trained last: a joining worker has no state before that.
+        Counts members of the group that last did a step: a joining worker has no state before it.
         The processes are checked, since a coordinator that is down reports no lost workers.
         """
         here = self._members.intersection(self._living())
@@ -203,17 +203,17 @@ class Breaker:
                     living = [w for w in event.workers if w.report.phase is not WorkerPhase.EXITED]
                     pids = {str(w.report.worker_id): w.report.pid for w in living if w.report.pid}
                     self.generation = event.record.generation
-                    self._members = _training(living, self.generation) or self._members
+                    self._members = _having_stepped(living, self.generation) or self._members
                     self._workers = pids
                     self._pids.update({pid: start_of(pid) for pid in pids.values()})
 
 
-def _training(workers: Sequence[WorkerView], generation: int) -> set[int]:
-    """Return the pids of the workers that train in this generation."""
+def _having_stepped(workers: Sequence[WorkerView], generation: int) -> set[int]:
+    """Return the pids of those that have done a step in this generation, so have the state."""
     return {
         w.report.pid
         for w in workers
-        if w.report.phase is WorkerPhase.TRAINING and w.report.generation == generation
+        if w.report.phase is WorkerPhase.TRAINING and w.report.generation == generation and w.steps
     }
 
 
