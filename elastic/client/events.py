@@ -102,6 +102,8 @@ def _reported(timed: TimedNote) -> str:
         if "pause_s" in fields:
             why = fields.get("lost") or fields.get("cause", "")
             text += f" after a pause of {fields['pause_s']} s ({why})"
+        if "was_at" in fields:
+            text += f"; it was at {fields['was_at']} and goes on at {fields.get('at')}"
         return text
     if name == "worker_gone" and fields.get("rank") == "-1":
         return f"worker {fields.get('worker')}, which was in no group, {fields.get('cause')}"

@@ -207,6 +207,8 @@ class JobPrinter:
             size = int(fields.get("world_size", "0"))
             line = self._losses.steps(int(fields.get("generation", "0")), size, pause_ns)
             if line:
+                if "was_at" in fields:
+                    line += f"; it was at {fields['was_at']} and goes on at {fields.get('at')}"
                 self.print_line(line)
         elif name == "worker_gone" and not fields.get("cause", "").startswith(BY_ORDER):
             self._lost(fields, timed.unix_ns)

@@ -51,6 +51,7 @@ from elastic.core.messages import (
     StartWorker,
     WorkerUpdate,
 )
+from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import (
     CollectiveCount,
@@ -303,10 +304,16 @@ class Coordinator:
         )  # fmt: skip
         return Reported(replace(report, **fields))
 
-    def steps(self, worker: str, steps: int, first_ns: int = 0) -> None:
-        """Let a worker tell how far it is."""
+    def steps(
+        self, worker: str, steps: int, first_ns: int = 0, place: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Let a worker tell how far it is, and at which epoch and step."""
         generation = self.report_of(worker).generation
-        self.says(worker.partition("/")[0], Progress(WorkerId(worker), generation, steps, first_ns))
+        progress = Progress(
+            WorkerId(worker), generation, steps, first_ns,
+            telemetry=Telemetry(epoch=place[0], step=place[1]),
+        )  # fmt: skip
+        self.says(worker.partition("/")[0], progress)
 
     def pulse(
         self,

@@ -209,7 +209,13 @@ def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None
 
 
 def lose(
-    printer: JobPrinter, clock: HandClock, generation: int, wait_s: int, *, steps_after_s: int = 0
+    printer: JobPrinter,
+    clock: HandClock,
+    generation: int,
+    wait_s: int,
+    *,
+    steps_after_s: int = 0,
+    **more: str,
 ) -> None:
     """Have two workers killed, and let the next group begin 0.11 s or later after that.
 
@@ -219,6 +225,7 @@ def lose(
         generation: of the next group.
         wait_s: how much later it begins.
         steps_after_s: how long it takes for its first step, -1 if it has none.
+        more: fields of that event.
     """
     for worker, rank in (("n0/1", "0"), ("n0/2", "1")):
         fields = {"worker": worker, "rank": rank, "cause": "killed by SIGKILL"}
@@ -238,6 +245,7 @@ def lose(
     if steps_after_s >= 0:
         after_s = 0.11 + wait_s + steps_after_s
         step = {"generation": f"{generation}", "pause_s": f"{after_s:.3f}", "world_size": "2"}
+        step |= more
         printer.note(note("first_step", 5.0 + after_s, **step))
 
 
@@ -268,6 +276,17 @@ def test_a_group_that_takes_long_for_its_first_step_has_not_continued_training(
         "training paused for 4.11 s and continues with 2 workers (generation 4)",
         f"{lost}: 2 workers formed generation 5 after 0.11 s",
     ]
+
+
+def test_a_loss_says_where_the_run_goes_on_if_steps_are_done_again(
+    piped: Piped, clock: HandClock
+) -> None:
+    printer, about, _ = piped
+    lose(printer, clock, 4, 0, at="epoch 0, step 1", was_at="epoch 2, step 0")
+    assert said(about)[0].endswith(
+        "continues with 2 workers (generation 4); it was at epoch 2, step 0 and goes on at "
+        "epoch 0, step 1"
+    )
 
 
 def test_a_few_quick_reports_are_all_printed_and_of_many_one_a_second(

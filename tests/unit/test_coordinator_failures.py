@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elastic.core.messages import ReportAck
 from elastic.core.world import JobPhase
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
@@ -93,6 +95,31 @@ def test_the_first_step_of_a_group_is_noted_once_with_the_moment_of_its_last_mem
         {"generation": "1", "unix_ns": "90", "world_size": "2", "cause": "start"}
     ]
     assert [w.steps for w in coordinator.job("a").workers] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [((2, 5), ()), ((2, 4), ()), ((0, 1), ("epoch 0, step 1", "epoch 2, step 4"))],
+)
+def test_the_first_step_says_when_steps_are_done_again(
+    place: tuple[int, int], expected: tuple[str, ...]
+) -> None:
+    coordinator = running(nodes=2)
+    for worker in ("n1/1", "n2/1"):
+        coordinator.steps(worker, 9, first_ns=70, place=(2, 4))
+    coordinator.exits("n1/1")
+    coordinator.training("n2/1")
+    coordinator.steps("n2/1", 1, first_ns=90, place=place)
+    noted = coordinator.noted("first_step")[-1]
+    assert tuple(noted[key] for key in ("at", "was_at") if key in noted) == expected
+
+
+def test_a_first_step_after_another_member_is_gone_is_taken() -> None:
+    coordinator = running(nodes=2, low=2)
+    coordinator.steps("n1/1", 1, first_ns=70, place=(0, 1))
+    coordinator.exits("n1/1")
+    coordinator.steps("n2/1", 1, first_ns=71, place=(0, 1))
+    assert "at" not in coordinator.noted("first_step")[-1]
 
 
 def test_who_has_its_min_and_waits_for_an_agent_is_not_said_to_lack_slots() -> None:

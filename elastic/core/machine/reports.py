@@ -166,9 +166,22 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
             "first_step", job.job_id, generation=job.generation, unix_ns=last,
             world_size=len(job.members), cause=group.reason if group is not None else "",
             pause_s=None if pause_ns is None else f"{pause_ns / 1e9:.3f}",
-            lost="; ".join(job.newest.interruption.lost),
+            lost="; ".join(job.newest.interruption.lost), **_behind(job),
         )  # fmt: skip
         job.newest.interruption = Interruption()
+
+
+def _behind(job: JobState) -> dict[str, str]:
+    """Return where a group is that does steps again, because nobody had the state after them."""
+    place = min((w.telemetry.place for w in job.present_members()), default=(0, 0))
+    if place == (0, 0) or place >= job.ledger.again_until:
+        return {}  # Not reported, or nothing is done again.
+    return {"at": _place_text(place), "was_at": _place_text(job.ledger.again_until)}
+
+
+def _place_text(place: tuple[int, int]) -> str:
+    epoch, step = place
+    return f"epoch {epoch}, step {step}"
 
 
 def _pause_ns(cluster: ClusterState, job: JobState, last_unix_ns: int) -> int | None:
