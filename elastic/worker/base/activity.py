@@ -73,11 +73,7 @@ class Activity:
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Report this block as work, however long it takes and however still it seems.
-
-        Args:
-            what: for people, such as "reads a checkpoint".
-        """
+        """Report this block as work, however still it seems; people read `what` it does."""
         outer, since_ns = self.work, self.waiting_since_ns
         self.work, self.waiting_since_ns = what, 0
         try:

@@ -47,7 +47,6 @@ class GroupChanged(BaseException):
     Not an `Exception`, so that user code that catches those cannot swallow it.
 
     Attributes:
-        reason: why, for people.
         generation: the group that is over, 0 if it was raised without one.
     """
 
@@ -158,14 +157,10 @@ class Interrupter:
     # ------------------------------------------------------------------------------- any thread
 
     def interrupt(self, generation: int, reason: str, *, final: bool = False) -> None:
-        """Make the call that trains in this generation, or an earlier one, end soon.
+        """Make the call that trains in this generation, or an earlier one, end soon; do not wait.
 
-        Returns at once. Without such a call nothing happens, now or later.
-
-        Args:
-            generation: the group that is over.
-            reason: why, for people.
-            final: the process is to end, so that nothing defers it.
+        Without such a call nothing happens, now or later. If it is `final`, the process is to end,
+        so that nothing defers it.
         """
         with self._wake:
             self._final = self._final or final

@@ -38,11 +38,7 @@ REPORTED_S = 1.0
 
 @dataclass(frozen=True)
 class SilenceNotice:
-    """To be sent now to the agent: for how long the control thread may be kept silent.
-
-    Attributes:
-        sent: set once it was sent.
-    """
+    """To be sent now to the agent: for how long the control thread may be kept silent."""
 
     sent: threading.Event = field(default_factory=threading.Event)
 
@@ -66,11 +62,7 @@ class ReportAnswer:
 
 
 class Mailboxes:
-    """Mailboxes in both directions; every method may be called by any thread.
-
-    Attributes:
-        activity: what the main thread shows of itself.
-    """
+    """Mailboxes in both directions; every method may be called by any thread."""
 
     def __init__(self) -> None:
         """Open the descriptor that wakes the control thread."""

@@ -66,14 +66,7 @@ class _Window:
     waited_for: dict[int, int] = field(default_factory=dict)
 
     def telemetry(self, seen: Telemetry, now_ns: int, data_ns: int, bytes_before: int) -> Telemetry:
-        """Return it as it is sent.
-
-        Args:
-            seen: what the loop knows, see `Timing.note_step`.
-            now_ns: the end of the window.
-            data_ns: time that was spent waiting for data until now.
-            bytes_before: that were sent before the window.
-        """
+        """Return it as sent; `data_ns` is of now, `bytes_before` of the window's beginning."""
         wall_ns = now_ns - self.began_ns if self.began_ns else 0
         return replace(
             seen,
@@ -102,7 +95,6 @@ class _InGroup:
     """What is known of this worker in its present group.
 
     Attributes:
-        send: sends a message; returns at once.
         first_unix_ns: when the first was.
         reported_ns: when the newest message was sent.
         bytes_sent: gradients, until then.
@@ -214,10 +206,8 @@ class Timing:
     def exchanged(self, busy: Sequence[float], samples: int, tokens: int) -> None:
         """All of a step has come that needs other ranks: it is committed from here on.
 
-        Args:
-            busy: `busy_ns` of all ranks, by rank, as they sent it with this step.
-            samples: of the step.
-            tokens: that it counts, 0 if those are its samples.
+        `busy` is the `busy_ns` of all ranks, as they sent it with this step; `tokens` is 0 if those
+        are its samples.
         """
         self.switch(COMMIT)
         self._settle_exchange(busy)

@@ -139,14 +139,9 @@ def _do_instances_have(owner: Any, name: str) -> bool:
 
 
 def check_torch(environ: Mapping[str, str], version: str | None = None) -> None:
-    """Refuse a torch that we have not been run with, or that lacks what we need.
+    """Refuse a torch that lacks what we need, or was not tried; `environ` may allow any release.
 
-    Args:
-        environ: may allow any release.
-        version: of torch, as it reports it; None for the one that is installed.
-
-    Raises:
-        UsageError: with what to install.
+    The UsageError says what to install.
     """
     version = version or torch.__version__
     numbers = re.match(r"(\d+)\.(\d+)", version)

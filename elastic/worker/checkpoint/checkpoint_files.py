@@ -54,7 +54,6 @@ class TensorPiece(NamedTuple):
 
     Attributes:
         tensor, first, rows: the piece; see `TensorRows`.
-        offset, length: bytes in its file.
         data: where in the file its elements begin, one after the other; -1 if that is not known.
     """
 
@@ -94,16 +93,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
-
-    Attributes:
-        epoch, step: the cursor.
-        steps: committed in the run.
-        world_size: of the group that wrote it.
-        versions: of what wrote it, by name.
-        specs: of the tensors, by number.
-        parts: by rank.
-    """
+    """What is in a checkpoint."""
 
     epoch: int
     step: int
@@ -150,16 +140,7 @@ def write_part(
 ) -> PartFile:
     """Write a rank's share of a snapshot; it counts only once its note is written.
 
-    Args:
-        files: of the checkpoint.
-        rank: whose share.
-        slot: where the snapshot lies.
-        layout: of the slot.
-        pieces: the share.
-        moves: called before each piece, with its size.
-
-    Raises:
-        StorageError: it cannot be written.
+    `moves` is called before each piece, with its size; StorageError if it cannot be written.
     """
     items: list[TensorPiece] = []
 
@@ -240,20 +221,10 @@ def write_shared_files(
     state: Mapping[str, Any],
     aliases: Sequence[Mapping[str, str]],
 ) -> list[StoredFile]:
-    """Write everything but the parts and their notes.
+    """Write everything but the parts and their notes; StorageError if that fails.
 
-    Args:
-        files: of the checkpoint.
-        manifest: of all parts.
-        skeleton: what is no tensor.
-        state: the objects; its tensors are distinguished by where they are.
-        aliases: for each model, other names of tensors: those of shared parameters.
-
-    Returns:
-        What was written.
-
-    Raises:
-        StorageError: it cannot be written.
+    `aliases` has, for each model, other names of tensors: those of shared parameters. Tensors of
+    the state are distinguished by where they are.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -353,15 +324,9 @@ def read_tensors(
 ) -> list[torch.Tensor]:
     """Return all tensors of a checkpoint, by number, after every byte that was read was checked.
 
-    Args:
-        files: of the checkpoint.
-        manifest: of it.
-        wanted: of which tensors only some rows are wanted, by number. Memory is taken for those
-            alone, and a part that has nothing of what is wanted is not read.
-
-    Raises:
-        StorageError: a file cannot be read.
-        ValueError: a file is not what was written, by name; or the parts are not all there.
+    Of some tensors only the rows that are `wanted` are read: memory is taken for those alone, and a
+    part that has none of them is not read. StorageError if a file cannot be read; ValueError, by
+    name, if it is not what was written, or parts are missing.
     """
     wanted = wanted or {}
     tensors = [_empty(spec, wanted.get(spec.number)) for spec in manifest.specs]
@@ -421,11 +386,7 @@ def _read_item(
 
 
 class _Source:
-    """A file that is read from its beginning to its end, and checked on the way.
-
-    Attributes:
-        size: bytes that were read.
-    """
+    """A file that is read from its beginning to its end, and checked on the way."""
 
     def __init__(self, file: Any, expected: StoredFile) -> None:
         self.size = 0
@@ -461,12 +422,7 @@ class _Source:
 
 
 def read_checked(files: Files, stored: StoredFile) -> bytes:
-    """Return the content of a file, which is what was written.
-
-    Raises:
-        StorageError: it cannot be read.
-        ValueError: it is not.
-    """
+    """Return the content of a file; ValueError if it is not what was written."""
     content = files.read(stored.path, stored.size + 1)
     stored.check(content)
     return content

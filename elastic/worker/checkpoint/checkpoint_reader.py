@@ -27,17 +27,9 @@ def read_checkpoint(
 ) -> State:
     """Return the state in a checkpoint, after every byte of it was checked; unpickles nothing.
 
-    Args:
-        run: the run directory.
-        name: of the checkpoint.
-        marker: of it.
-        ours: our state. Of tensors that are sharded in it only our rows are read, and placed as
-            ours are; parts that have none of them are left to those who need them.
-        rank: ours in the group, if anything is sharded.
-
-    Raises:
-        StorageError: a file cannot be read.
-        ValueError: a file is not what was written, by name.
+    Of tensors that are sharded in `ours`, our state, only our rows are read, and placed as ours
+    are; parts that have none of them are left to those who need them. StorageError if a file cannot
+    be read; ValueError, by name, if it is not what was written.
     """
     files = run.checkpoint(name)
     by_path = {file.path: file for file in marker.files}

@@ -93,9 +93,6 @@ class Commit:
         owns_files: we have written what is in its directory, and may delete it.
         is_posted: the coordinator was asked to record it.
         is_recorded: it counts, and its marker is written as soon as storage takes it.
-        path: set once it counts.
-        error: the storage error, if that is why it was given up.
-        over: set when nothing more happens to it.
     """
 
     name: str
@@ -114,7 +111,6 @@ class Committer:
     """Makes the checkpoints of one process count, over all its groups.
 
     Attributes:
-        generation: of the group that this worker is in now.
         unfinished: returns the names of automatic checkpoints that are still being written.
     """
 
@@ -138,12 +134,9 @@ class Committer:
     def enter(self, generation: Generation, recorded: Sequence[str], *, leads: bool) -> None:
         """Enter a group.
 
-        Args:
-            generation: of the group.
-            recorded: paths of the newest checkpoints that the coordinator has recorded; those of
-                other runs are not ours to touch.
-            leads: this is rank 0, which takes the automatic checkpoints of the group. It sees to it
-                now that recorded ones have markers, and not only before the next commit.
+        `recorded` are paths of the newest checkpoints that the coordinator has recorded; those of
+        other runs are not ours to touch. Who leads takes the group's automatic checkpoints, and
+        sees to it now that recorded ones have markers, not only before the next commit.
         """
         # Before the generation, by which the thread asks.
         self._leads = leads
@@ -179,13 +172,10 @@ class Committer:
             self._thread.start()
 
     def wait(self, commit: Commit, patience_s: float) -> bool:
-        """Wait until a commit is over, in slices that an interrupt can end.
+        """Wait until a commit is over, in slices that an interrupt can end; return whether it is.
 
-        Storage has the time that it takes; the coordinator has `patience_s` to answer, for this
-        one or for one before it.
-
-        Returns:
-            Whether it is over.
+        Storage has the time that it takes; the coordinator has `patience_s` to answer, for this one
+        or for one before it.
         """
         while not commit.over.wait(WAIT_SLICE_S):
             since = self._waiting_since
@@ -194,11 +184,7 @@ class Committer:
         return True
 
     def finish(self, is_over: Callable[[], bool]) -> None:
-        """Wait until every reported checkpoint counts or was given up.
-
-        Args:
-            is_over: whether the group is; also shows that this thread runs.
-        """
+        """Wait until reported checkpoints count or were given up; `is_over` also shows we run."""
         deadline = time.monotonic() + FINISH_S
         while commit := self._last_reported():
             if commit.over.wait(WAIT_SLICE_S) or is_over():
@@ -292,11 +278,7 @@ class Committer:
             log.warning("prune_failed path=%s error=%r", run.path, str(error))
 
     def _finish_recorded(self) -> None:
-        """Write the markers that recorded checkpoints lack.
-
-        Raises:
-            StorageError: one cannot be written; it is tried again before the next commit.
-        """
+        """Write the markers that recorded checkpoints lack; the next commit retries what fails."""
         with self._changed:
             names = sorted(self._recorded)
         for name in names:
@@ -305,11 +287,7 @@ class Committer:
                 self._recorded.discard(name)
 
     def _await_consent(self, commit: Commit) -> None:
-        """Wait until the coordinator has recorded the checkpoint.
-
-        Raises:
-            CheckpointAbandoned: it refuses.
-        """
+        """Wait until the coordinator has recorded it; CheckpointAbandoned if it refuses."""
         marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
         for _ in polls(CONSENT_S):
             generation = marker.generation if is_bound else self.generation

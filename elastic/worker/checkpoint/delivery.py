@@ -58,7 +58,6 @@ class DeliveredParts:
 
     Attributes:
         path: of the local directory with its files; with NO_UPLOAD, of the checkpoint.
-        mode: how they come into the run directory.
         upload: the user's own way: takes the checkpoint's name, and returns the path of its
             directory in the run directory, with the files in it.
         release: called once the files lie in the run directory, and are not needed here any more;
@@ -105,14 +104,8 @@ class Delivery:
     ) -> ReportOutcome:
         """Upload our part, and agree with the others on the outcome.
 
-        Args:
-            reported: of the generation.
-            votes: used by this thread only.
-            go_on: called between two files, and before the marker; raises to end this here.
-
-        Raises:
-            GroupError: the group changed.
-            DistError: its store is gone.
+        `go_on` is called between two files, and before the marker; it raises to end this here.
+        GroupError if the group changed, DistError if its store is gone.
         """
         key = self.report.key
         part = self._copy(reported, votes, go_on)
@@ -165,11 +158,7 @@ class Delivery:
 
 
 def name_in(run: RunDirectory, path: str, what: str) -> str:
-    """Return the name of the checkpoint at a path that lies in the run directory.
-
-    Raises:
-        UsageError: it lies elsewhere.
-    """
+    """Return the name of a checkpoint in the run directory; UsageError if it lies elsewhere."""
     folder = f"{run.path}/{CHECKPOINTS}"
     kind, place = _place_of(path)
     parent, _, name = place.rpartition("/")
@@ -189,11 +178,7 @@ def _place_of(path: str) -> tuple[type, str]:
 
 
 class BackgroundDelivery:
-    """One delivery in a thread of its own.
-
-    Attributes:
-        outcome: what became of it, once it is over; None if an error ended it.
-    """
+    """One delivery in a thread of its own."""
 
     def __init__(
         self, delivery: Delivery, reported: ReportedCheckpoints, votes: ReportVotes
@@ -213,14 +198,9 @@ class BackgroundDelivery:
         return self._over.is_set()
 
     def wait(self, is_group_over: Callable[[], bool]) -> ReportOutcome:
-        """Wait for the end, in slices, so that a change of the group can end it.
+        """Wait for the end, in slices, so that a change of the group can end it, by a GroupError.
 
-        Args:
-            is_group_over: called between two slices; also shows that this thread runs.
-
-        Raises:
-            GroupError: the group is over.
-            Exception: whatever ended the upload, a broken store among it.
+        Raises whatever has ended the upload; `is_group_over` also shows that this thread runs.
         """
         while not self._over.wait(WAIT_SLICE_S):
             if is_group_over():

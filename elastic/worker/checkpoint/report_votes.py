@@ -83,7 +83,6 @@ class ReportPart:
     """One member's share of a checkpoint.
 
     Attributes:
-        name: of the checkpoint; the same from every member.
         files: also those that another member wrote, without their checksums.
         error: why this share could not be stored, "" if it was.
     """
@@ -99,7 +98,6 @@ class ReportOutcome:
     """What became of a checkpoint.
 
     Attributes:
-        path: of the committed checkpoint, "" if it could not be committed.
         error: why not; "" also if the coordinator has refused it, because the group is over.
         leaves: every member leaves the group here.
         is_pending: it counts once the coordinator, which is away, has recorded it.
@@ -129,13 +127,9 @@ class ReportVotes:
         world_size: int,
         watch: Callable[[], None] | None = None,
     ) -> None:
-        """Begin before the first report.
+        """Begin before the first report, with a store of this group alone.
 
-        Args:
-            store: belongs to this group alone.
-            rank: of this member.
-            world_size: of the group.
-            watch: called now and then while we wait; raises GroupError to end the wait.
+        `watch` is called now and then while we wait; it raises GroupError to end the wait.
         """
         check(
             0 <= rank < world_size <= WORLD_SIZE_MAX,
@@ -191,8 +185,7 @@ class ReportVotes:
     def parts(self, index: Index) -> tuple[ReportPart, ...]:
         """Return all parts by rank; complete once the report is closed.
 
-        Raises:
-            GroupError: the stored value was not written by a member.
+        GroupError if no member wrote them.
         """
         text = bytes(self._store.get(_key(index, "parts"))).decode(errors="replace")
         try:
@@ -210,10 +203,7 @@ class ReportVotes:
     def vote(self, index: Index, vote: ReportVote, *, voters: int | None = None) -> None:
         """Vote on a report; every member does so once for 0, 1, 2 and so on, or by name.
 
-        Args:
-            index: of the report.
-            vote: ours.
-            voters: how many will vote, if not all members.
+        `voters` is how many will, if not all.
         """
         self._voters = voters or self._world_size
         if self._world_size > 1:
@@ -236,28 +226,19 @@ class ReportVotes:
         return count
 
     def forget(self, index: Index, waiting: int) -> None:
-        """Have nothing more to read of a report; the last who waited takes it out of the store.
+        """Have nothing more to read of a closed report; the last of those who waited takes it out.
 
         Those with a number are taken out with the next one.
-
-        Args:
-            index: a closed report.
-            waiting: how many members waited for it.
         """
         if isinstance(index, str) and self._store.add(_key(index, "readers"), 1) == waiting:
             for what in (*KEYS, "readers"):
                 self._store.delete_key(_key(index, what))
 
     def wait_closed(self, index: Index, *, patience_s: float | None = None) -> VoteCount:
-        """Wait until everyone has voted on `index`.
+        """Wait until everyone has voted on a report that we voted on with `waits`.
 
-        Args:
-            index: a report that we voted on with `waits`.
-            patience_s: withdraw the promise to wait after so long, unless it is too late for
-                that; None: wait for as long as it takes.
-
-        Returns:
-            The same count for everyone who waits; if we withdrew, one without votes.
+        The count is the same for everyone who waits. After `patience_s` the promise to wait is
+        withdrawn, unless it is too late for that; the count is then one without votes.
         """
         closed = self._await(index, "closed", patience_s)
         if closed is None:
@@ -340,11 +321,7 @@ class ReportVotes:
 
 
 def peers_watch(hung_up: Callable[[], bool]) -> Callable[[], None]:
-    """Return what a member that waits in a report calls now and then.
-
-    Args:
-        hung_up: whether a peer has left the group.
-    """
+    """Return what a member that waits in a report calls now and then."""
     check_at_ns = 0
 
     def check_hangup() -> None:

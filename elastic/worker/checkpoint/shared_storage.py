@@ -37,24 +37,13 @@ class SharedStorage:
     """One process's knowledge; used by its main thread."""
 
     def __init__(self, run: RunDirectory | None) -> None:
-        """Know nothing yet.
-
-        Args:
-            run: the run directory, None if the job has none: then nothing is ever asked.
-        """
         self._run = run
         self._is_known = False
 
     def check(self, assignment: Assignment, store: Store, *, is_over: Callable[[], bool]) -> None:
-        """Make sure that this worker's node writes to where rank 0's does.
+        """Raise StorageNotShared if this worker's node does not write to where rank 0's does.
 
-        Args:
-            assignment: of the group that has just formed.
-            store: of that group.
-            is_over: whether the group is not wanted any more; then nothing is found out.
-
-        Raises:
-            StorageNotShared: it does not; names node and path, and the remedy.
+        Nothing is found out once `is_over`.
         """
         if self._run is None or assignment.num_nodes == 1:
             return

@@ -59,11 +59,8 @@ class StateSnapshot:
     """A state of the run in this node's memory, and what is to be done with it.
 
     Attributes:
-        generation, rank, world_size: of the group that took it.
         pieces: what this rank writes of it.
         skeleton: what is no tensor.
-        cursor: where in the run it was taken.
-        about: values for people.
         aliases: other names of shared parameters, by model.
         done: set once it is durable, or given up.
         request: number of the newest checkpoint request that it serves.

@@ -87,17 +87,12 @@ class BegunSnapshot:
     """A state at its boundary, of which the tensors are still to be copied to their slot.
 
     Attributes:
-        number, steps: of the mark.
         state: as it was given; for checksums.
         own: what is left out of them.
         values: what is no tensor.
-        tensors: by number.
         rows: of them, those that this rank answers for.
         versions: of what is read beside the loop, with the tensors; None: all is read at once.
         streams: of devices, to be entered where the tensors are read.
-        arrangement: where they lie.
-        slot: whose turn it is.
-        warming: prepares its memory.
         room: bytes for what is no tensor.
     """
 
@@ -122,12 +117,7 @@ class BegunSnapshot:
 
 @dataclass(frozen=True)
 class CopiedSnapshot:
-    """What is known of a snapshot once its tensors are in their slot.
-
-    Attributes:
-        skeleton: what is no tensor.
-        prints: see `replica_checksums.state_prints`.
-    """
+    """What is known of a snapshot once its tensors are in their slot."""
 
     mark: SnapshotMark
     skeleton: bytes
@@ -223,16 +213,9 @@ class SnapshotCopier:
         own: PerRankState,
         still: Iterable[torch.Tensor] | None,
     ) -> BegunSnapshot:
-        """Do what cannot wait.
+        """Do what cannot wait; tensors of `still` may be copied later, None to copy all at once.
 
-        Args:
-            number: of its mark.
-            steps: committed in the run.
-            state: the state at its boundary.
-            rank_info: ours.
-            slot: where it goes to.
-            own: see `replica_checksums.state_prints`.
-            still: tensors that may be copied later; None to copy all of it at once.
+        For `own` see `replica_checksums.state_prints`.
         """
         values, tensors, trace = split_and_trace(state)
         arrangement = self._arranged(rank_info, values, tensors, trace)
@@ -324,10 +307,9 @@ class SnapshotCopier:
 def _hold(
     tensors: list[torch.Tensor], still: Iterable[torch.Tensor]
 ) -> list[tuple[torch.Tensor, int]] | None:
-    """Put copies in the place of tensors that may change soon.
+    """Put copies in the place of tensors that may change soon; return the others' versions.
 
-    Returns:
-        All that is still, with its versions; None to copy everything at once.
+    None to copy everything at once.
     """
     ours = [_held_here(tensor) for tensor in tensors]
     watched, addresses = list[torch.Tensor](), set[int]()

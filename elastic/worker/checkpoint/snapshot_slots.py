@@ -28,11 +28,7 @@ class SnapshotSlots:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """Open nothing yet.
-
-        Args:
-            paths: of the agent's memory for the job, one for each slot; empty for our own.
-        """
+        """Open nothing yet; paths are of the agent's memory, one for each slot, or none."""
         self._paths = tuple(paths)
         self._slots: list[SnapshotSlot] = []
         self.last: SnapshotSlot | None = None
@@ -87,22 +83,14 @@ class SnapshotSlots:
         """Return where a snapshot goes; OSError if a slot cannot be read.
 
         All workers of a node that take it choose alike: what they have begun before it, each has
-        marked by then or never will.
-
-        Args:
-            number: of the snapshot. Those of greater numbers are of a state that was left for an
-                older one.
+        marked by then or never will. Greater numbers are of a state that was left for an older one.
         """
         if self.last is not None:
             return next(one for one in self.all() if one is not self.last)
         return self.all()[slot_after([slot.whole() for slot in self.all()], number)]
 
     def whole(self) -> list[tuple[SnapshotSlot, SnapshotMark]]:
-        """Return the snapshots that are whole, those of more steps first.
-
-        Raises:
-            OSError: one cannot be read.
-        """
+        """Return the whole snapshots, those of more steps first; OSError if one cannot be read."""
         marks = [(slot, slot.whole()) for slot in self.all()]
         found = [(slot, mark) for slot, mark in marks if mark is not None]
         return sorted(found, key=lambda pair: pair[1].steps, reverse=True)

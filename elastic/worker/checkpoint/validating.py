@@ -54,9 +54,7 @@ class ValidationPlan:
 
     Attributes:
         call: takes the checkpoint's path and keywords, and returns metrics as JSON.
-        fn_kwargs: keywords, where a report has none of its own.
         timeout_s: of one validation, None for as long as it takes.
-        at_most: how many run at once.
     """
 
     call: Callable[[str, dict[str, Any]], str]
@@ -75,12 +73,7 @@ class RunningValidation:
 
 @dataclass
 class ValidationReport:
-    """A result to be reported to the coordinator, until it is acknowledged.
-
-    Attributes:
-        answer: to the newest attempt, None before the first.
-        not_before: of the next one, on the monotonic clock.
-    """
+    """A result to be reported to the coordinator, until it is acknowledged."""
 
     path: str
     metrics: str
@@ -94,7 +87,6 @@ class _Requests:
 
     Attributes:
         seen: how many were there when the thread last looked through storage.
-        is_idle: nothing is left to do.
     """
 
     def __init__(self) -> None:
@@ -222,11 +214,7 @@ class Validator:
         self._requests.wake()
 
     def finish(self, is_over: Callable[[], bool]) -> None:
-        """Wait until every validation is over and reported, in slices that an interrupt can end.
-
-        Args:
-            is_over: whether the group is; also shows that this thread runs.
-        """
+        """Wait until every validation is over and reported; `is_over` also shows that we run."""
         if self._plan is None or not self._leads:
             return
         self.notify()  # Also finds what others have committed.
@@ -298,11 +286,7 @@ class Validator:
         self._requests.wait((run.child.pidfd for run in self._running.values()), timeout_s)
 
     def _start_waiting(self) -> list[tuple[str, CheckpointMarker]]:
-        """Start as many validations as may run at once; returns those that still wait.
-
-        Raises:
-            StorageError: storage cannot be read.
-        """
+        """Start as many validations as may run at once; return those that still wait."""
         plan, waiting = self._plan, self._scan()
         if plan is None:
             return []
@@ -364,11 +348,7 @@ class Validator:
         self._unwritten[name] = running.marker, ended.finding
 
     def _write(self, name: str) -> None:
-        """Store the result, and report it.
-
-        Raises:
-            StorageError: storage does not take it; the next turn tries again.
-        """
+        """Store the result, and report it; the next turn tries again what storage did not take."""
         marker, finding = self._unwritten[name]
         files = self._run.checkpoint(name)
         finding = write_finding(files, finding)

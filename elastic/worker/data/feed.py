@@ -87,13 +87,8 @@ class SampleFeed:
     def __init__(self, loader: DataLoader[Any], reading: InnerLoader, *, seed: int) -> None:
         """Take over what the user's loader does; nothing is started before the first `take`.
 
-        Its arguments are kept. Two have no effect: batches come in order whatever
-        `in_order` is, and worker processes persist whatever `persistent_workers` is.
-
-        Args:
-            loader: the user's; it is not read itself.
-            reading: what is read instead.
-            seed: of the worker processes; 0 <= seed < 2**63.
+        Its arguments are kept. Two have no effect: batches come in order whatever `in_order` is,
+        and worker processes persist whatever `persistent_workers` is.
         """
         self._users, self._reading, self._seed = loader, reading, seed
         self._num_processes = reading.processes(loader.num_workers)
@@ -121,9 +116,8 @@ class SampleFeed:
     def take(self) -> Any:
         """Return what the plan wants now; the caller advances the plan.
 
-        Raises:
-            Exception: what the dataset or the collate_fn raised, as DataLoader raises it. The
-                next call tries the same once more.
+        Raises what the dataset or the collate_fn raised, as DataLoader does; the next call tries
+        the same once more.
         """
         check(not self._is_closed, "a loader was read after it was closed")
         key = self._the_plan().key
@@ -134,16 +128,10 @@ class SampleFeed:
         return self._ready.pop(key)
 
     def refresh(self, *, is_stale: bool = False) -> bool:
-        """Begin the worker processes anew if what they have copies of has changed since.
+        """Begin the worker processes anew if what they have copies of has changed; return whether.
 
         As DataLoader does for each pass over the data, for scripts that change their dataset
-        between passes; what was read ahead is forgotten then.
-
-        Args:
-            is_stale: what was read ahead is to be forgotten in any case.
-
-        Returns:
-            Whether anything was forgotten.
+        between passes; what was read ahead is forgotten then, and in any case if it `is_stale`.
         """
         if not self._num_processes or (self._inner is None and not self._ready):
             return False
@@ -283,11 +271,7 @@ class _Endless:
 
 
 def check_prefetch(loader: DataLoader[Any]) -> None:
-    """Refuse a loader whose worker processes would never be asked.
-
-    Raises:
-        UsageError: it has them, and nothing is prefetched.
-    """
+    """Refuse a loader whose worker processes would never be asked: nothing is prefetched."""
     if loader.num_workers and not loader.prefetch_factor:
         raise UsageError(
             f"prepare_data_loader: prefetch_factor={loader.prefetch_factor} with "

@@ -44,15 +44,9 @@ WEIGHT_PARTS, WEIGHT_MAX = 2.0**20, 2.0**32
 
 
 def weight_of(weigh: Weigh | None, value: Any, count: int) -> float:
-    """Return what a micro-batch counts.
+    """Return what a micro-batch counts: its samples, or what the user's function says.
 
-    Args:
-        weigh: the user's; None to count samples.
-        value: of the micro-batch.
-        count: its samples; without any it counts nothing.
-
-    Raises:
-        UsageError: the user's function returns no such number.
+    UsageError if that returns no such number. Without samples it counts nothing.
     """
     if weigh is None or not count:
         return float(count)
@@ -77,9 +71,6 @@ class MicroBatchLoader:
     What was prefetched before the span changed and is wanted after it is kept. What was handed out
     already, and is wanted again because its step is done again, is read again: the training loop
     may have changed its tensors.
-
-    Attributes:
-        plan: how the data is cut into steps and micro-batches.
     """
 
     def __init__(
@@ -92,14 +83,7 @@ class MicroBatchLoader:
     ) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
-        Args:
-            loader: the user's; it is not read itself.
-            num_micro_batches: V, of a step.
-            seed: of the shuffle and of augmentation; 0 <= seed < 2**63.
-            weigh: returns the weight of a micro-batch, None to count samples.
-
-        Raises:
-            UsageError: its samples cannot be asked for by number, or there are none.
+        UsageError if its samples cannot be asked for by number, or there are none.
         """
         size, shuffle, sampler = _order_of(loader, seed)
         self.plan = DataPlan(
@@ -118,12 +102,7 @@ class MicroBatchLoader:
         self._feed = SampleFeed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def take_span(self, cursor: Cursor, held: Span) -> None:
-        """Let `next` continue here: these micro-batches of this step, then those of the next step.
-
-        Args:
-            cursor: any step of any epoch, also one before the present.
-            held: the micro-batches of each step; at least one.
-        """
+        """Let `next` continue here: these micro-batches of any step, then those of the next one."""
         check(0 <= cursor.step < self.plan.steps, f"{cursor} of {self.plan.steps} steps")
         check(
             0 <= held[0] < held[1] <= self.plan.num_micro_batches,
@@ -135,10 +114,9 @@ class MicroBatchLoader:
         self._feed.follow(self._order)
 
     def refresh(self, epoch: int) -> None:
-        """A pass over the data begins: see what the script has changed in dataset and sampler.
+        """A pass begins: see what the script has changed in dataset and sampler.
 
-        Raises:
-            UsageError: their length is another.
+        UsageError if it is the length.
         """
         size = _order_of(self._users, self._seed)[0]
         if size != self.plan.num_samples:
@@ -156,12 +134,9 @@ class MicroBatchLoader:
     def next(self) -> MicroBatch:
         """Return the next micro-batch; there always is one.
 
-        The process's random state is anything afterwards if there are no worker processes: seed
-        it, as the step engine does.
-
-        Raises:
-            Exception: what the dataset or the collate_fn raised, as DataLoader raises it. The
-                next call tries the same micro-batch once more.
+        The process's random state is anything afterwards if there are no worker processes: seed it,
+        as the step engine does. Raises what the dataset or the collate_fn raised; the next call
+        tries the same once more.
         """
         value, order = self._feed.take(), self._order
         check(order is not None, "a loader was read before micro-batches were dealt")
@@ -315,8 +290,7 @@ class _Order:
 def _order_of(loader: DataLoader[Any], seed: int) -> tuple[int, bool, Any]:
     """Return the length of an epoch, whether we shuffle, and the user's sampler if that orders it.
 
-    Raises:
-        UsageError: the loader's samples have no numbers, or no order that we could know.
+    UsageError if the samples have no numbers, or no order that we could know.
     """
     _check_batches(loader)
     check_prefetch(loader)
@@ -378,8 +352,7 @@ def is_torchdatas(kind: type) -> bool:
 def is_dealt(sampler: Any) -> bool:
     """Return whether a sampler deals the samples out by rank, as we do in its place.
 
-    Raises:
-        UsageError: it has an order of its own, of which it tells each rank only a part.
+    UsageError if it has an order of its own, of which it tells each rank only a part.
     """
     kind = type(sampler)
     if not isinstance(sampler, DistributedSampler):

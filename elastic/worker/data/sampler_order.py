@@ -49,11 +49,7 @@ class SamplerOrders(OrderedSampler):
         return self._size
 
     def of(self, epoch: int) -> Sequence[Any]:
-        """Return the order of an epoch.
-
-        Raises:
-            UsageError: the sampler yields another number of samples than its length.
-        """
+        """Return the order of an epoch; UsageError if it is longer or shorter than the sampler."""
         if epoch not in self._known:
             if callable(getattr(self._sampler, "set_epoch", None)):
                 self._sampler.set_epoch(epoch)

@@ -38,12 +38,8 @@ def seed_like_a_process(rank: int) -> None:
 def seed_step(data: Data | None, cursor: Cursor, shard: int) -> None:
     """Have optimizers that draw (noise, stochastic rounding) do so alike on all ranks.
 
-    Each comes from another micro-batch, and there are as many ranks as there happen to be.
-
-    Args:
-        data: has the seed of the run.
-        cursor: the step that they do.
-        shard: number of our part of the weights, 0 where all ranks have all of them.
+    Each comes from another micro-batch, and there are as many ranks as there happen to be. `shard`
+    is the number of our part of the weights, 0 where all ranks have all of them.
     """
     seed_everything(step_seed(data.seed if data is not None else FIRST_SEED, cursor, shard))
 
@@ -79,10 +75,6 @@ class SeededDataset:
 
     Afterwards the process's random state is anything: a reader in the training process has
     to seed it again, as the step engine does before each micro-batch.
-
-    Attributes:
-        dataset: the user's.
-        seed: of the run.
     """
 
     dataset: Any
@@ -110,12 +102,7 @@ class SeededDataset:
 
 @dataclass(frozen=True)
 class SeededCollate:
-    """The user's collate_fn; one that draws (as to mask words) does so from a state set for it.
-
-    Attributes:
-        collate: the user's, or torch's own.
-        seed: of the run.
-    """
+    """The user's collate_fn; one that draws (as to mask words) does so from a state set for it."""
 
     collate: Callable[[Any], Any]
     seed: int
@@ -130,11 +117,7 @@ class SeededCollate:
 
 @dataclass(frozen=True)
 class LoaderWorkerInit:
-    """What runs first in each worker process of a DataLoader.
-
-    Attributes:
-        user: the user's worker_init_fn; None if there is none.
-    """
+    """What runs first in each worker process of a DataLoader."""
 
     user: Callable[[int], Any] | None
 

@@ -66,12 +66,7 @@ class StreamBook:
         self._ends = {e: s for e, s in self._ends.items() if e >= epoch - 1} | {epoch: steps}
 
     def is_due(self, cursor: Cursor, is_saved: bool = False) -> bool:
-        """Return whether members share snapshots at this cursor; the same on all of them.
-
-        Args:
-            cursor: the next step.
-            is_saved: a checkpoint is taken here, from which its readers continue.
-        """
+        """Return whether members share snapshots before this step; the same on all of them."""
         return self.has_states and (is_saved or cursor.step % SHARE_STEPS == 0)
 
     def read(self, snapshots: Iterable[StreamSnapshot]) -> None:
@@ -131,9 +126,7 @@ class StreamBook:
     def sent(self, cursor: Cursor, *, all_of_it: bool = False) -> bytes:
         """Return what `take` returns as bytes, empty if there is nothing.
 
-        Args:
-            cursor: the next step to be committed.
-            all_of_it: also what others have read, and know themselves.
+        `all_of_it` has also what others have read, and know themselves.
         """
         states = self.take(cursor)
         if not all_of_it:

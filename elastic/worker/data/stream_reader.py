@@ -59,7 +59,6 @@ class StreamBatch:
     Attributes:
         count: samples of the micro-batch; 0 if it is a placeholder.
         more: the stream does not end the epoch here.
-        snapshots: that were taken since the last answer.
     """
 
     count: int
@@ -68,20 +67,9 @@ class StreamBatch:
 
 
 class StreamReader:
-    """Replaces the dataset of an inner DataLoader.
-
-    Attributes:
-        dataset: the user's.
-    """
+    """Replaces the dataset of an inner DataLoader."""
 
     def __init__(self, dataset: Any, streams: StreamPlan, *, every: int) -> None:
-        """Describe it; nothing is opened yet.
-
-        Args:
-            dataset: the user's.
-            streams: how it is cut.
-            every: steps between two snapshots.
-        """
         self.dataset = dataset
         self._streams, self._every = streams, every
         self._windows: dict[int, SampleWindow] = {}
@@ -127,8 +115,7 @@ class StreamReader:
     def _stand_in(self, window: SampleWindow, epoch: int) -> Any:
         """Return any sample, to compute with where there is none; it does not count.
 
-        Raises:
-            UsageError: there is none at all.
+        UsageError if there is none at all.
         """
         if window.last is not END:
             return window.last
@@ -151,12 +138,7 @@ class StreamReader:
 
 @dataclass(frozen=True)
 class StreamCollate:
-    """The user's collate_fn; one that draws does so from a state set for its micro-batch.
-
-    Attributes:
-        collate: the user's, or torch's own.
-        streams: how the dataset is cut.
-    """
+    """The user's collate_fn; one that draws does so from a state set for its micro-batch."""
 
     collate: Callable[[Any], Any]
     streams: StreamPlan

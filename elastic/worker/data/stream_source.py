@@ -44,9 +44,7 @@ class _Pass:
         seed: from which the random state of each place follows.
         dataset, iterator: what is read; without an iterator once that has raised.
         first: place of the first of `samples`.
-        samples: those that are cached.
         low: the samples before this place are wanted no more.
-        has_ended: the last sample was read.
         snapshot: step and state before the sample that is read now, if one is taken there.
     """
 
@@ -75,14 +73,6 @@ class SampleWindow:
     """One sequence: samples near the present step are cached, others are read again."""
 
     def __init__(self, dataset: Any, streams: StreamPlan, number: int, *, every: int) -> None:
-        """Describe it; nothing is read yet.
-
-        Args:
-            dataset: the user's, as it was given.
-            streams: how it is cut.
-            number: of the sequence.
-            every: steps between two snapshots.
-        """
         self._given, self._streams, self._number = dataset, streams, number
         self._every = every
         self._pass: _Pass | None = None
@@ -97,11 +87,8 @@ class SampleWindow:
     ) -> Any:
         """Return a sample, or `END`.
 
-        Args:
-            epoch: the pass over the data.
-            place: in the sequence.
-            low: what lies before this place will not be asked for again; at most `place`.
-            snapshot: to continue from, if the sequence has to be begun anew.
+        What lies before `low` will not be asked for again; `snapshot` is to continue from, if the
+        sequence has to be begun anew.
         """
         if self._pass is None or not self._pass.has(epoch, place):
             self._pass = None  # Its samples and its dataset make room first.
@@ -264,11 +251,7 @@ def is_of_hugging_face(dataset: Any) -> bool:
 
 
 def fresh(dataset: Any, streams: StreamPlan, number: int) -> Any:
-    """Return what a sequence is iterated from, as if for the first time.
-
-    Raises:
-        UsageError: it keeps its state, and cannot be copied.
-    """
+    """Return what a sequence is iterated from, as if for the first time, or raise UsageError."""
     if streams.cut is StreamCut.SHARD:
         return _shard(dataset, streams.num_micro_batches, number)
     if is_of_hugging_face(dataset):

@@ -37,11 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamLoader:
-    """Yields the micro-batches of the streams that a rank holds, step after step.
-
-    Attributes:
-        plan: how the data is cut into steps and micro-batches.
-    """
+    """Yields the micro-batches of the streams that a rank holds, step after step."""
 
     def __init__(
         self,
@@ -55,16 +51,8 @@ class StreamLoader:
     ) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
-        Args:
-            loader: the user's, over an iterable dataset; it is not read itself.
-            num_micro_batches: V, of a step.
-            seed: of everything random while samples are read; 0 <= seed < 2**63.
-            cut: how the dataset becomes V streams, None to choose what is surely right.
-            book: what is known of the streams; one of its own by default.
-            weigh: returns what a micro-batch counts, None to count samples.
-
-        Raises:
-            UsageError: the loader has no batch_size, or its dataset cannot be cut so.
+        `cut` is how the dataset becomes V streams, None to choose what is surely right. UsageError
+        if the loader has no batch_size, or its dataset cannot be cut so.
         """
         check_prefetch(loader)
         if loader.batch_size is None:
@@ -94,12 +82,7 @@ class StreamLoader:
     # ------------------------------------------------------------------- as the engine sees it
 
     def take_span(self, cursor: Cursor, held: Span) -> None:
-        """Let `next` continue here: these streams from this step on.
-
-        Args:
-            cursor: any step of any epoch, also one before the present.
-            held: the micro-batches of each step, which are those streams; at least one.
-        """
+        """Let `next` continue here: these streams from this step on, of any epoch."""
         count = self.plan.num_micro_batches
         check(0 <= held[0] < held[1] <= count, f"streams {held} of {count}")
         order = self._order
@@ -115,11 +98,7 @@ class StreamLoader:
             self._begins = set(range(*self._order.held))
 
     def next(self) -> MicroBatch:
-        """Return the next micro-batch; behind the end of its stream one with a count of 0.
-
-        Raises:
-            Exception: what the dataset or the collate_fn raised, as DataLoader raises it.
-        """
+        """Return the next micro-batch; behind the end of its stream one with a count of 0."""
         try:
             value, found = self._feed.take()
         except BaseException:

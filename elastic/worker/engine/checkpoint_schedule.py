@@ -129,10 +129,9 @@ class CheckpointScheduler:
     def at_boundary(self, is_over: Callable[[], bool], *, goes_on: bool = False) -> None:
         """Take a snapshot if one is due: the user's code for the step is through.
 
-        Args:
-            is_over: whether the group is; then storage is not waited for.
-            goes_on: the caller calls `settle` before the state changes, or the script continues
-                elsewhere than with the next step.
+        Storage is not waited for once the group `is_over`. If it `goes_on`, the caller calls
+        `settle` before the state changes, or the script continues elsewhere than with the next
+        step.
         """
         snapshotter = self._snapshotter
         if not self.is_due:
@@ -174,11 +173,8 @@ class CheckpointScheduler:
     def at_end(self, is_over: Callable[[], bool], *, holds: bool) -> None:
         """The last epoch is over: save it, unless this group has done that.
 
-        What an earlier one began may have come to nothing, and nothing comes after this.
-
-        Args:
-            is_over: whether the group is; then storage is not waited for.
-            holds: have it in memory also if nothing is saved: code that follows may change it.
+        What an earlier one began may have come to nothing, and nothing comes after this. If it
+        `holds`, it is in memory also if nothing is saved: code that follows may change it.
         """
         snapshotter = self._snapshotter
         if (snapshotter.plan.is_on or holds) and not snapshotter.has_taken(self._run.steps):
@@ -195,11 +191,7 @@ class CheckpointScheduler:
         return self._snapshotter.lacks_newest
 
     def know_all_settled(self, lack: Iterable[float]) -> None:
-        """All members have settled the newest snapshot of this group.
-
-        Args:
-            lack: of each, whether it has come to nothing there.
-        """
+        """All members have settled the newest snapshot, or `lack` it: it came to nothing there."""
         self._snapshotter.know_all_settled(gives_up=self.is_sharded and any(lack))
 
     def know_broken(self) -> None:
@@ -212,9 +204,6 @@ class CheckpointScheduler:
 
         Those of a paused job end. Of a sharded model none could continue with its rows alone, and
         some may not come back. So they wait until it is durable.
-
-        Args:
-            is_over: whether the group is, so that there is no member to wait for.
         """
         snapshotter = self._snapshotter
         if not (self.releases or self.is_sharded):
@@ -243,8 +232,7 @@ class CheckpointScheduler:
     def put(self, state: State) -> None:
         """Make this the state of the run, as far as this member is concerned.
 
-        Raises:
-            UsageError: it is the state of other objects; nothing was changed then.
+        UsageError, and nothing was changed, if it is the state of other objects.
         """
         self.settle()
         with self._context.activity.working("moves the state that it received to its device"):

@@ -28,12 +28,9 @@ class WorkerContext:
     """One worker in one generation.
 
     Attributes:
-        job_id, job_name: of the job.
         run_path: the run directory as an fsspec path, "" if the job has none.
         worker_id: "node/serial".
-        generation: of the group.
         cause: why this group was formed: start, lost, join, drain, broken, resume.
-        world_rank, world_size: in the group.
         local_rank, local_world_size: among the group's workers on this node.
         node_rank, num_nodes: of this node among the group's nodes.
         devices: accelerators that are this worker's own, such as ("cuda:3",); () on CPU.
@@ -41,8 +38,6 @@ class WorkerContext:
         entry_kind: what the job runs: a function, or a script or module of a command line.
         reach: how the other members reach this one.
         config: what the user gave to the train function; None for scripts.
-        options: what the library passed along with the train function.
-        activity: what the control thread can see of the training loop.
         is_local: there is no agent; the train function runs in the user's own process.
         saved: path of the newest automatic checkpoint that is recorded, "" for none.
         copied: the newest of the copies below of state that all members share, None for none.
@@ -51,7 +46,6 @@ class WorkerContext:
         copies_key: proves to them that it is ours.
         copies_fingerprints: of the certificates that those agents made for themselves, see there.
         tls: paths of this node's certificate, its key and the authority; empty if it has none.
-        snapshotter: takes automatic checkpoints, over all calls of the train function.
         validator: has reported checkpoints validated, over all calls of the train function; None
             without a run directory.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
@@ -115,16 +109,6 @@ class WorkerContext:
         """Keep metrics, and commit a checkpoint with the other members; see `Reporter.report`.
 
         Not for a loop of ours: see `StepEngine.report`.
-
-        Args:
-            metrics: JSON object.
-            checkpoint: local directory with this member's files, or how they come to the run
-                directory; None for none.
-            name: of the checkpoint's directory, None for one that is never used twice.
-
-        Raises:
-            StorageError: the checkpoint or the metrics could not be stored.
-            GroupChanged: all members leave the group here.
         """
         self.timing.sees_no_steps()
         with self.stalls(checkpoint):

@@ -111,11 +111,7 @@ class Divergence:
         self._before: tuple[Any, Any, int] | None = None
 
     def begin(self) -> dict[int, str]:
-        """All objects are there, or a group has just met: find out what is watched.
-
-        Returns:
-            Names, by the id of the tensor.
-        """
+        """Find out what is watched, as a group has just met; return names by the tensor's id."""
         self._watched, self._before = list(_watched_in(self._state)), None
         total = sum(one.tensor.nbytes + CALL_BYTES for one in self._watched)
         most = max(SLICE_BYTES, -(-total // SLICES) // 64 * 64)
@@ -131,14 +127,10 @@ class Divergence:
         return self.names()
 
     def step_checksum(self, steps: int, world_size: int, order: int = 0) -> int:
-        """Return the checksum that rides with a step, 0 for none.
+        """Return the checksum that rides with a step, 0 for none: one rank alone cannot differ.
 
-        On a device it is not waited for: it is that of the step before.
-
-        Args:
-            steps: committed in the run; chooses the slice.
-            world_size: of the group; one rank alone cannot differ.
-            order: a checksum of the order of the data, 0 if that follows from the seed.
+        On a device it is not waited for: it is that of the step before. `steps` chooses the slice;
+        `order` is a checksum of the order of the data, 0 if that follows from the seed.
         """
         self._order, self._steps = order, steps
         if world_size < 2:
@@ -185,13 +177,7 @@ class Divergence:
     def settle(self, group: Any, cursor: Cursor) -> tuple[int, ...]:
         """Return which ranks are to receive what most have; called on all ranks at once.
 
-        Args:
-            group: the process group that stands.
-            cursor: the step before which ranks differ.
-
-        Raises:
-            RuntimeError: the group broke.
-            UsageError: it is unknown whose state is right, or to receive it has not helped.
+        UsageError if it is unknown whose state is right, or to receive it has not helped.
         """
         verdict = self._resolve(share_bytes(group, self._details()))
         if not verdict.can_heal:

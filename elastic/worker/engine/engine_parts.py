@@ -34,7 +34,6 @@ class EngineOptions:
         seed: of shuffling, unless the loader brings its own.
         consistency: how gradients are added up, as in `RunConfig`.
         recovery: how this worker comes into the next group, as in `FailureConfig`.
-        metadata: of the trainer, for the script.
     """
 
     seed: int = 0
@@ -110,7 +109,6 @@ class EpochLoop:
     """How far the loop over epochs has come.
 
     Attributes:
-        total: epochs of the whole run.
         epoch: whose code runs, None outside of the loop.
         has_head: the state that we were given already holds what the script's code between the head
             of this epoch and its pass does; what that code does here is undone before the pass.
@@ -149,12 +147,7 @@ class EpochLoop:
         return PassPosition.WITHIN_STEP if self.begun == cursor else PassPosition.BETWEEN_STEPS
 
     def code_place(self, cursor: Cursor, *, in_step: bool) -> CodePlace:
-        """Return the place of the script's code that runs now.
-
-        Args:
-            cursor: the next step to be committed.
-            in_step: the code follows the first micro-batch of a step.
-        """
+        """Return the place of the script's code; `in_step` is behind a step's first micro-batch."""
         if self.pass_phase is PassPhase.AHEAD:
             return CodePlace(Cursor(cursor.epoch, 0))
         if self.pass_phase in (PassPhase.PASSED, PassPhase.LEFT):
@@ -171,11 +164,7 @@ class EpochLoop:
 
 @dataclass(frozen=True)
 class OptimizerCall:
-    """A call of an optimizer's `step`.
-
-    Attributes:
-        real: what the optimizer's own class does in it.
-    """
+    """A call of an optimizer's `step`."""
 
     optimizer: torch.optim.Optimizer
     real: Callable[[], Any]

@@ -24,9 +24,6 @@ def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
 
     So that, when one of them dies, the next reader of its streams need not count from their first
     sample.
-
-    Raises:
-        RuntimeError: the group broke.
     """
     if group.size() > 1:
         book.receive(share_bytes(group, book.sent(cursor)))
@@ -34,11 +31,7 @@ def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
 
 
 def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
-    """Exchange bytes of any length but 0; returns everyone's, by rank.
-
-    Raises:
-        RuntimeError: the group broke.
-    """
+    """Exchange bytes of any length but 0; returns everyone's, by rank."""
     if group.size() == 1:
         return (mine,)
     sizes = [int(row[0]) for row in send_metadata(group, [float(len(mine))])]
@@ -46,19 +39,7 @@ def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
 
 
 def share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
-    """Exchange bytes of any length; nothing is sent if none has any.
-
-    Args:
-        group: the process group that stands.
-        mine: ours.
-        sizes: how many each member has, by rank.
-
-    Returns:
-        Everyone's, by rank; empty if none has any.
-
-    Raises:
-        RuntimeError: the group broke.
-    """
+    """Exchange bytes of these sizes; returns everyone's, by rank, and () if none has any."""
     longest = max(sizes)
     if not longest or group.size() == 1:
         return ()
@@ -69,11 +50,7 @@ def share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...
 
 
 def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:
-    """Send an epoch's last values to those who have not passed its gate, as others have.
-
-    Raises:
-        RuntimeError: the group broke.
-    """
+    """Send an epoch's last values to those who have not passed its gate, as others have."""
     furthest = max(cursors)
     if min(cursors) < furthest:
         rows = send_metadata(group, logbook.latest_row())
@@ -85,13 +62,9 @@ BEGUN, INSIDE = "begun", "inside"
 
 
 def note_loop_begun(*, is_inside: bool) -> None:
-    """Let the members of a new group know that we do not come from the script's beginning.
+    """Let a new group know that we do not come from the script's beginning, but are in its loop.
 
-    Args:
-        is_inside: we are in a pass, and no more at the head of its epoch.
-
-    Raises:
-        RuntimeError: the group broke.
+    `is_inside`: in a pass, and no more at the head of its epoch.
     """
     if (store := loop_store()) is not None:
         for key in (BEGUN, INSIDE) if is_inside else (BEGUN,):
@@ -99,11 +72,7 @@ def note_loop_begun(*, is_inside: bool) -> None:
 
 
 def others_have_begun(*, is_inside: bool) -> bool:
-    """Return whether any member has noted that; known soon after the group stands.
-
-    Args:
-        is_inside: it is in a pass; if not, it has begun the loop.
-    """
+    """Return whether any member has noted that; known soon after the group stands."""
     store = loop_store()
     return store is not None and bool(store.check([INSIDE if is_inside else BEGUN]))
 

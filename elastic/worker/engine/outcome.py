@@ -41,12 +41,7 @@ OURS = ("runpy",)
 
 
 def failure_of(error: BaseException, position: str = "") -> Failure:
-    """Return an exception as text, without the frames that are ours.
-
-    Args:
-        error: what user code raised.
-        position: where in the run, to recognize repeats.
-    """
+    """Return an exception as text, without frames of ours; `position` is to recognize repeats."""
     if isinstance(error, ProgramFailed):
         return Failure(
             error_type=error.error_type,
@@ -69,11 +64,7 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
 
 
 def where_raised(error: BaseException) -> str:
-    """Return the innermost place of user code that an exception came from, "" for none.
-
-    Returns:
-        As "leave (train.py:12)".
-    """
+    """Return the innermost place of user code in a traceback, as "leave (train.py:12)"."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(INSTALLED):
             return f"{frame.name} ({os.path.basename(frame.filename)}:{frame.lineno})"

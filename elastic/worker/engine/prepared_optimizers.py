@@ -51,10 +51,8 @@ class EngineSteps(Protocol):
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
         """Do for the step what a loop asks for in each iteration: now, with it, or not at all.
 
-        Args:
-            call: what to do.
-            thing: if given, what is asked for last in an iteration counts, among calls for this
-                thing, and is done after all steps of optimizers.
+        Among calls for one `thing`, what is asked for last in an iteration counts, and is done
+        after all steps of optimizers.
         """
         ...
 
@@ -78,11 +76,7 @@ SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: EngineSteps) -> None:
-    """Replace `step` and `zero_grad` of this very optimizer; schedulers may be made at any time.
-
-    Raises:
-        UsageError: it is none, or prepared already.
-    """
+    """Replace `step` and `zero_grad` of this very optimizer; schedulers may be made at any time."""
     needed = ("param_groups", "state", "zero_grad", "state_dict", "load_state_dict")
     if not all(hasattr(optimizer, name) for name in needed):
         raise UsageError(
@@ -134,11 +128,7 @@ class _ComputedClosure:
         self._optimizer, self._loss, self._is_asked = optimizer, loss, False
 
     def __call__(self) -> Any:
-        """Return the loss that it gave; once.
-
-        Raises:
-            UsageError: the optimizer evaluates it again, with other weights.
-        """
+        """Return the loss that it gave; UsageError if asked again, which is with other weights."""
         if self._is_asked:
             name = type(self._optimizer).__name__
             raise UsageError(
@@ -155,11 +145,7 @@ def _bare(cls: Any) -> Any:
 
 
 def adopt_scheduler(scheduler: Any, steps: EngineSteps) -> None:
-    """Replace `step` of this very scheduler, by giving it a class of its own.
-
-    Raises:
-        UsageError: it is no scheduler, or prepared already.
-    """
+    """Replace `step` of this very scheduler, by giving it a class of its own."""
     if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
         raise UsageError(
             f"prepare_scheduler: a {type(scheduler).__name__} has no step, state_dict and "
@@ -289,11 +275,8 @@ def modules_know(zeroed: Callable[[Iterable[torch.nn.Parameter]], None]) -> Iter
 def unprepared_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]) -> Iterator[None]:
     """Let no optimizer step parameters of a prepared model that was not prepared itself.
 
-    Each rank would step by gradients of its own.
-
-    Args:
-        names: of the parameters, by id.
-        is_stepping: a prepared optimizer steps; one inside it may do its work.
+    Each rank would step by gradients of its own. While a prepared one `is_stepping`, one inside it
+    may do its work.
     """
 
     def check(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
@@ -320,12 +303,7 @@ def unprepared_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]
 
 @contextmanager
 def data_waits(wait: Callable[[], None], still: StillWeights) -> Iterator[None]:
-    """Call this before a parameter's `data` is read or set: torch counts no change made there.
-
-    Args:
-        wait: called before either.
-        still: is to know of both.
-    """
+    """Call this before a parameter's `data` is read or set: torch counts no change made there."""
     real: Any = torch.Tensor.data
 
     def read(self: torch.Tensor) -> Any:
@@ -400,12 +378,7 @@ class PreparedModel(DistributedDataParallel):
     def __init__(
         self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], torch.nn.Module]
     ) -> None:
-        """Wrap a model.
-
-        Args:
-            module: the user's.
-            wrap: makes the DistributedDataParallel, when it is first needed.
-        """
+        """Wrap a module; `wrap` makes the DistributedDataParallel, when it is first needed."""
         torch.nn.Module.__init__(self)  # It is a shell: the one inside has reducer and hooks.
         self.module = module
         # Not as attributes of a module, which would make them part of its state.

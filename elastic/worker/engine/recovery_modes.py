@@ -29,10 +29,7 @@ class GroupProvider(Protocol):
     def rejoin(self, generation: int, error: BaseException | None, at_boundary: bool) -> Any:
         """Leave a group that is over, and have `StepEngine.enter` called in the next that stands.
 
-        Args:
-            generation: the group that is left.
-            error: what came out of it, None if it was left by order.
-            at_boundary: all members leave it here.
+        `error` came out of it, None if it was left by order; `at_boundary` all members leave it.
         """
         ...
 
@@ -64,7 +61,6 @@ class ResumeState:
     Attributes:
         generation: the group that has agreed on it already, 0 if none has.
         code_places: in this group, where each member runs code of its own again, by rank.
-        steps: committed in the run.
         streams: what is known of a dataset that is read as streams.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
         begun: the last epoch whose code before the pass has run, -1 if none.

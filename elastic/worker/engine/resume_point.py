@@ -59,13 +59,7 @@ class ResumePoint:
     """
 
     def __init__(self, run: RunState, watch: Divergence, given: ResumeState | None) -> None:
-        """Begin whole.
-
-        Args:
-            run: the state at hand.
-            watch: knows the checksums of its weights.
-            given: what an earlier call of the train function has reached, None if nothing.
-        """
+        """Begin whole; `given` is what an earlier call of the train function has reached."""
         self.is_whole = True
         self.given = given
         self.calls_late = given is not None and given.calls_late
@@ -91,9 +85,8 @@ class ResumePoint:
     ) -> None:
         """Keep a copy of the state as it is now, without its weights if those are large.
 
-        Args:
-            code_places: where each member of the group runs code of its own next, by rank.
-            without_gradients: a context in which buffers are those of the last commit.
+        `code_places` are where each member runs code of its own next; `without_gradients` is a
+        context in which buffers are those of the last commit.
         """
         self._kept = self._weights = None
         objects = self._run.objects
@@ -119,14 +112,8 @@ class ResumePoint:
     ) -> None:
         """The user's code is through.
 
-        Args:
-            groups: knows whether a collective of the script's has failed.
-            context: of the present group.
-            parameters: on whose devices its collectives may still run.
-
-        Raises:
-            GroupChanged: one of them has failed: nothing is to continue from what that code has
-                made of the state.
+        GroupChanged if one of its collectives has failed: nothing is to continue from what that
+        code has made of the state. On the devices of `parameters` they may still run.
         """
         if not self.is_whole and issued() != self._begun:
             was_held = self._run.is_held
@@ -152,11 +139,7 @@ class ResumePoint:
     def undo_code(self, shielded: Callable[[], AbstractContextManager[Any]]) -> None:
         """Undo what code of the user's has done since `keep`: the state had all of it already.
 
-        Args:
-            shielded: a context without interrupts.
-
-        Raises:
-            UsageError: it has changed weights, of which there is no copy.
+        UsageError if it has changed weights, of which there is no copy.
         """
         if self._kept is None:
             return  # The log says why.
@@ -171,12 +154,8 @@ class ResumePoint:
     ) -> ResumeState | None:
         """Return what the next call continues from if this one is left now, None if nothing.
 
-        Args:
-            code_places: as in `keep`.
-            agreed: the group that has agreed on the state at hand, if the next call is made in it;
-                else `NO_GENERATION`.
-            has_raised: this call was left by an error. If not, it is behind the loop that it has
-                left after a commit.
+        `agreed` is the group that has agreed on the state at hand, if the next call is made in it.
+        A call that has not `has_raised` is behind the loop that it has left after a commit.
         """
         run = self._run
         # What is sharded comes from the memory of all nodes, or from storage.

@@ -29,10 +29,7 @@ class RunState:
     """What this member has of the run.
 
     Attributes:
-        objects: the prepared and registered ones.
-        cursor: the next step to be committed.
         begun: the last epoch whose code before the pass has run, -1 if none.
-        logbook: what `train.log` was given.
         streams: what is known of a dataset that is read as streams.
         loader: that was read last, None before the first pass.
         is_held: we have begun the run, received its state, or loaded it. What an error leaves of a
@@ -42,12 +39,6 @@ class RunState:
     """
 
     def __init__(self, objects: TrainState, streams: StreamBook) -> None:
-        """Begin before the first step.
-
-        Args:
-            objects: what the train function prepares and registers.
-            streams: what an earlier call of it knew of streams.
-        """
         self.objects = objects
         self.streams = streams
         self.cursor = Cursor()
@@ -73,10 +64,8 @@ class RunState:
     def position(self, in_pass: PassPosition, saved: SavedPosition, held: int) -> RunPosition:
         """Return what the others are to know of us when a group meets.
 
-        Args:
-            in_pass: where in the pass over its epoch's data the loop is.
-            saved: the newest state that we know in storage, or on a node without members.
-            held: steps of the newest snapshot in our node's memory, -1 for none.
+        `saved` is the newest state that we know in storage, or on a node without members; `held`
+        the steps of the newest snapshot in our node's memory, -1 for none.
         """
         return RunPosition(
             has_state=self.is_held,
@@ -91,12 +80,7 @@ class RunState:
         )
 
     def read(self, loader: MicroBatches) -> None:
-        """A pass over this loader begins.
-
-        Raises:
-            UsageError: in the middle of an epoch, and its data is cut in another way; it names
-                what differs.
-        """
+        """A pass over this loader begins; UsageError if it is cut unlike the epoch so far."""
         self.loader = loader
         known, self._cut = self._cut, {}
         mine = _plain(loader.plan)
@@ -124,8 +108,7 @@ class RunState:
     def take(self, saved: Sequence[int]) -> State:
         """Return the state; its tensors are the live ones.
 
-        Args:
-            saved: number, steps and generation of the newest snapshot that we know of.
+        `saved` is the `SnapshotId` of the newest snapshot.
         """
         data = self.data
         return {
@@ -141,11 +124,7 @@ class RunState:
         }
 
     def put(self, state: State) -> None:
-        """Make this our state.
-
-        Raises:
-            UsageError: it is the state of other objects; nothing but `is_held` was changed then.
-        """
+        """Make this our state; UsageError if it is of others: only `is_held` is changed then."""
         self.is_held = False
         self.objects.put(state["objects"])
         self.logbook.load_state(state["logged"])

@@ -65,12 +65,7 @@ Candidate = tuple[int, str, CheckpointMarker]
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A snapshot in this node's memory, or of another node in ours.
-
-    Attributes:
-        skeleton: what is no tensor, as bytes.
-        layout: where which rows lie.
-    """
+    """A snapshot in this node's memory, or of another node in ours."""
 
     slot: SnapshotSlot
     skeleton: bytes
@@ -115,14 +110,9 @@ class ShardedRestorer:
     ) -> None:
         """Search for nothing yet.
 
-        Args:
-            group: the process group that stands; of a CPU backend for CPU tensors.
-            snapshotter: knows this node's memory.
-            ours: our state, from which it follows how a saved one is sharded here.
-            listed: returns the checkpoints in storage, newest first; None if it cannot be asked.
-            read: returns the state in one, sharded as ours is; where others have listed it, the
-                marker is still to be read.
-            copies: of other nodes' snapshots.
+        `listed` returns the checkpoints in storage, newest first, None if it cannot be asked;
+        `read` the state in one, sharded as ours is, where the marker is still to be read if others
+        have listed it.
         """
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._snapshotter, self._ours = snapshotter, ours
@@ -130,11 +120,7 @@ class ShardedRestorer:
         self.problems: list[str] = []
 
     def restore(self) -> tuple[State | None, bool]:
-        """Return the newest state that is whole, and whether there is anything at all.
-
-        Raises:
-            RuntimeError: the group broke.
-        """
+        """Return the newest state that is whole, and whether there is anything at all."""
         here = self._in_memory()
         shards = self._offered()
         candidates, members = self._exchange_info(here, [offer for offer, _ in shards])
@@ -216,22 +202,10 @@ class ShardedRestorer:
         here: Mapping[SnapshotKey, MemorySnapshot],
         shards: Sequence[ShardCopy],
     ) -> tuple[list[SnapshotSource], dict[int, MemorySnapshot]]:
-        """Have all copies of rows fetched that a snapshot needs, from other nodes where some fail.
+        """Fetch all copies of rows that a snapshot needs, from other nodes where some fail.
 
-        Each is tried once. All receive what has failed, and choose others alike.
-
-        Args:
-            key: of the snapshot.
-            members: what each one has, by rank.
-            here: what is in this node's memory.
-            shards: our own offers, in their order.
-
-        Returns:
-            Who has, together, all rows, none if they are not to be had; and what is ours of
-            those, by number.
-
-        Raises:
-            RuntimeError: the group broke.
+        Each is tried once. All receive what has failed, and choose others alike. Returns who has,
+        together, all rows, none if they are not to be had; and what is ours of those, by number.
         """
         fetched: dict[int, MemorySnapshot] = {}
         failed: set[tuple[int, int]] = set()
@@ -276,11 +250,7 @@ class ShardedRestorer:
     def _from_members(
         self, sources: Sequence[SnapshotSource], ours: Mapping[int, MemorySnapshot]
     ) -> State:
-        """Have the rows that we need of a snapshot that is whole in the memory of these.
-
-        Raises:
-            RuntimeError: the group broke.
-        """
+        """Have the rows that we need of a snapshot that is whole in the memory of these."""
         text = ours[0].skeleton if 0 in ours else b""
         skeleton = read_skeleton(self._spread(text, sources[0].rank))
         specs = tensors_of(skeleton)

@@ -57,23 +57,12 @@ class StateRestorer:
     def restore(
         self, group: Any, begin: Cursor, context: WorkerContext, snapshotter: Snapshotter
     ) -> State | None:
-        """Return the newest state that this node's memory or storage has.
+        """Return the newest state that this node's memory or storage has, None for none.
 
         Every member of a group in which none has the state of the run calls this. A member that
-        finds nothing, or less than others, receives the state from them afterwards.
-
-        Args:
-            group: the process group that stands.
-            begin: where the train function begins by itself; an earlier state is passed over.
-            context: of this worker in the group.
-            snapshotter: has what is in this node's memory.
-
-        Returns:
-            What was saved, None if there is none for us.
-
-        Raises:
-            RuntimeError: the group broke.
-            StorageError: there are checkpoints, and no member can read any of them.
+        finds nothing, or less than others, receives the state from them afterwards. One from before
+        `begin`, where the train function begins by itself, is passed over. StorageError if there
+        are checkpoints, and no member can read any of them.
         """
         if self._objects.is_sharded:
             return self._restore_shards(group, begin, context, snapshotter)
@@ -182,13 +171,10 @@ def _none_readable(path: str, problems: Sequence[str]) -> StorageError:
 
 
 def _agreed(group: Any, found: Found | None) -> tuple[bool, State | None]:
-    """Keep what we have found if it is what all members continue from.
+    """Return whether any member has found a state, and ours, if all continue from that.
 
-    Members may find different things, if one of them cannot read the newest. Those of as many
-    steps need not be the same: after a loss, steps are done again.
-
-    Returns:
-        Whether any member has found anything, and ours, if it is that; all others receive it.
+    Members may find different things, if one of them cannot read the newest. Those of as many steps
+    need not be the same: after a loss, steps are done again. Others receive it.
     """
     steps, name = (found[1]["steps"], zlib.crc32(found[0].encode())) if found else (-1, 0)
     rows = [(row[0], row[1]) for row in send_metadata(group, [float(steps), float(name)])]
@@ -207,10 +193,7 @@ def _unless_before(state: State | None, begin: Cursor) -> State | None:
 def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
     """Return the automatic checkpoints that count, newest first.
 
-    Args:
-        run: the run directory.
-        recorded: path of the newest one, as the coordinator knows it: the one that had it recorded
-            may have been killed before its marker was written.
+    Who had the `recorded` one recorded may have been killed before its marker was written.
     """
     unmarked = []
     if name := run.name_of(recorded):

@@ -27,11 +27,6 @@ class StillWeights:
     """Weights that nothing may change from one moment to another, such as within a step."""
 
     def __init__(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Look at nothing yet.
-
-        Args:
-            weights: with their names; sharded ones and other special kinds are left out.
-        """
         self._names: dict[torch.Tensor, str] = {}
         for name, one in weights:
             if type(one) is nn.Parameter:
@@ -62,11 +57,7 @@ class StillWeights:
             self._read[weight] = _print(weight)
 
     def check(self) -> None:
-        """Refuse a step in which something has changed them.
-
-        Raises:
-            UsageError: naming one.
-        """
+        """Refuse a step in which something has changed them; the UsageError names one."""
         changed = self.changed()
         if changed:
             raise UsageError(
@@ -77,11 +68,7 @@ class StillWeights:
             )
 
     def check_after(self) -> None:
-        """Refuse a loop's body that has changed them behind the step, without asking for that.
-
-        Raises:
-            UsageError: naming one.
-        """
+        """Refuse a loop's body that has changed them behind the step, without asking for that."""
         changed = self.changed()
         if changed:
             raise UsageError(

@@ -87,14 +87,7 @@ class UnregisteredObjects:
             self._registered = registered_values(self._state)
 
     def step_done(self, *, has_asked: bool) -> None:
-        """Look after the first steps.
-
-        Args:
-            has_asked: the body has asked whether the step is done.
-
-        Raises:
-            UsageError: something has changed.
-        """
+        """Look after the first steps, in which the body has asked, or not, whether one is done."""
         if self._registered and not has_asked:
             now = registered_values(self._state)
             changed = [name for name, was in self._registered.items() if now.get(name) != was]
@@ -111,11 +104,7 @@ class UnregisteredObjects:
             self._containers = []
 
     def check(self) -> None:
-        """Look for what has changed since the loop began.
-
-        Raises:
-            UsageError: naming it.
-        """
+        """Look for what has changed since the loop began; the UsageError names it."""
         places = self._places()
         things: list[tuple[Any, str, Print]] = [
             (one(), name, was) for one, name, was in self._noted
@@ -149,12 +138,7 @@ class UnregisteredObjects:
 
 
 def _alive(lengths: set[int], known: set[int]) -> tuple[list[Any], list[Any]]:
-    """Return all modules and schedulers of this process, and containers, that are not known.
-
-    Args:
-        lengths: that containers may have.
-        known: ids of objects.
-    """
+    """Return modules, schedulers, and containers of these lengths, whose ids are not known."""
     # There may be millions of objects, but not of classes.
     kinds: dict[type, int] = {dict: 2, OrderedDict: 2, list: 2}
     objects, containers = [], []
@@ -254,15 +238,7 @@ def _print_of_scheduler(scheduler: LRScheduler) -> Print:
 
 
 def _check_modules(modules: Sequence[nn.Module], trained: set[int]) -> None:
-    """Refuse a wrapper that reduces gradients which are reduced here.
-
-    Args:
-        modules: that are not of the state.
-        trained: ids of parameters that prepared optimizers step.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Refuse a wrapper that reduces gradients which are reduced here, by its name."""
     for one in modules:
         reduces = type(one) is DistributedDataParallel or is_flat_fsdp(one)
         if reduces and any(id(p) in trained for part in _parts(one) for p in part.parameters()):

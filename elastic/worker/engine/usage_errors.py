@@ -54,11 +54,7 @@ def check_early(what: str, has_begun: bool) -> None:
 
 
 def check_whole(optimizers: Sequence[object]) -> None:
-    """Refuse an optimizer of which each rank has a part, as torch's ZeroRedundancyOptimizer.
-
-    Raises:
-        UsageError: one of them is one.
-    """
+    """Refuse an optimizer of which each rank has a part, as torch's ZeroRedundancyOptimizer."""
     for optimizer in optimizers:
         if hasattr(optimizer, "consolidate_state_dict"):
             raise UsageError(
@@ -69,11 +65,7 @@ def check_whole(optimizers: Sequence[object]) -> None:
 
 
 def check_scheduled(state: TrainState) -> None:
-    """Refuse an optimizer with a scheduler of torch's that is in no state of the run.
-
-    Raises:
-        UsageError: naming the optimizer.
-    """
+    """Refuse an optimizer with a scheduler of torch's that is in no state of the run."""
     # A prepared scheduler that does not tell whose it is may be any optimizer's.
     of_any = any(_optimizer_of(one) is one for one in state.schedulers)
     registered = state.registered.values()
@@ -170,11 +162,7 @@ def sync_norms(models: Sequence[nn.Module]) -> dict[str, nn.SyncBatchNorm]:
 
 
 def check_sync_norms(layers: Mapping[str, nn.SyncBatchNorm]) -> None:
-    """Refuse those that train.
-
-    Raises:
-        UsageError: naming one.
-    """
+    """Refuse those that train; the UsageError names one."""
     for name, layer in layers.items():
         if layer.training:
             raise UsageError(

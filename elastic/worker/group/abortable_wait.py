@@ -62,16 +62,9 @@ class AbortableWait:
         self._waiters = threading.local()
 
     def wait(self, real: Wait, work: Any, *args: Any, **named: Any) -> Any:
-        """Wait for a work, as `Work.wait` does.
+        """Wait for a work, as `Work.wait` does; RuntimeError if it failed, or its group is over.
 
-        Args:
-            real: torch's own.
-            work: which.
-            *args: a timeout, if the caller has one; torch's own wait then handles it.
-            **named: the same.
-
-        Raises:
-            RuntimeError: it failed, or its group is over.
+        A caller's own timeout is handled by torch's wait.
         """
         resources = self._resources()
         if resources is None or args or named or not c10d.all_by_gloo():

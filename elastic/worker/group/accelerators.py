@@ -146,14 +146,9 @@ def beside(devices: Iterable[torch.device]) -> list[AbstractContextManager[objec
 
 
 def wait_done(events: Iterable[DeviceEvent], check: Callable[[], None] = lambda: None) -> None:
-    """Wait until devices have reached these events.
+    """Wait until devices have reached events of `record`; RuntimeError if a device failed.
 
-    Args:
-        events: as `record` returns them.
-        check: called at each poll; raises to give up, because the device may never reach them.
-
-    Raises:
-        RuntimeError: a device failed.
+    `check` is called at each poll; it raises to give up, because they may never be reached.
     """
     for event in events:
         while not event.query():

@@ -121,9 +121,7 @@ def forget_all_groups() -> list[Any]:
 
     `destroy_process_group` waits 10 ms for each connection. Survivors and newcomers must agree on
     `group_count`, which is part of every store key of later groups, so it starts at 0 again.
-
-    Returns:
-        The objects that torch referred to. Releasing them is slow; do it in the background.
+    Returns what torch referred to: releasing it is slow; do it in the background.
     """
     found = parts()
     groups: list[Any] = list(found.world.pg_map)
@@ -441,11 +439,7 @@ _messages: list[Callable[[Sequence[Any]], None]] = []
 
 
 def wait_messages(works: Sequence[Any]) -> None:
-    """Wait for messages that gloo carries, also in a group whose collectives NCCL carries.
-
-    Raises:
-        RuntimeError: one failed, or the group is over.
-    """
+    """Wait for messages that gloo carries, also in a group whose collectives NCCL carries."""
     if _messages:
         _messages[-1](works)
         return
@@ -459,11 +453,7 @@ def wait_messages(works: Sequence[Any]) -> None:
 def check_nccl(version: tuple[int, ...]) -> None:
     """Refuse releases of NCCL with which a lost worker would take the others with it.
 
-    Args:
-        version: as `torch.cuda.nccl.version` returns it.
-
-    Raises:
-        UsageError: an abort of this release's communicators may hang or crash.
+    The abort of their communicators may hang or crash.
     """
     first, last = NCCL_BROKEN
     if version >= NCCL_MIN and not first <= version[:3] <= last:
@@ -484,14 +474,11 @@ def check_own_nccl() -> None:
 
 
 def start_nccl_aborts(groups: list[Any]) -> list[threading.Thread]:
-    """Abort every NCCL communicator of these groups, each in a thread of its own.
+    """Abort every NCCL communicator of these groups, each in a thread of its own; return those.
 
     Aborting one after the other can deadlock: an abort waits for kernels that wait for a peer that
-    has not yet aborted its other communicator. Never followed by destroy: once one member aborts,
-    a clean shutdown is impossible.
-
-    Returns:
-        The threads, to be joined before new communicators are made.
+    has not yet aborted its other communicator. Never followed by destroy: once one member aborts, a
+    clean shutdown is impossible. Threads are joined before new communicators are made.
     """
     threads = []
     for group in groups:
@@ -534,10 +521,9 @@ def default_store() -> Any:
 
 @contextmanager
 def shown_group() -> Iterator[bool]:
-    """Let torch's functions find the default group, also one that is hidden from the script.
+    """Let torch's functions find the default group, also one hidden from the script.
 
-    Yields:
-        Whether there is one.
+    Yields whether there is one.
     """
     world = parts().world
     is_hidden = world.default_pg is None and bool(world.pg_map)

@@ -67,16 +67,12 @@ class GroupSpec:
     """One worker's place in one group.
 
     Attributes:
-        generation: >= 1; a group of a later generation has a greater number.
-        rank: 0 to world_size - 1.
-        world_size: >= 1.
         leader_address: "host:port" of the leader's `StoreServer`.
         backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl".
         host: address of this machine that gloo binds to.
         timeout_s: of each collective; the backstop, not the detector.
         job_id: part of every store key.
         key: secret of the generation, by which members know each other.
-        ports: the range of ports that gloo listens on.
         form_timeout_s: how long forming may take, at most `timeout_s`. Less than the coordinator's
             (60 s): a member that cannot form reports it, and is not taken for hung.
     """
@@ -126,11 +122,7 @@ class ProcessGroups:
     """
 
     def __init__(self) -> None:
-        """Take torch's seams (see `c10d`), so that no later import can pass them by.
-
-        Raises:
-            GroupError: this torch lacks what is needed.
-        """
+        """Take torch's seams (see `c10d`), so that no later import can pass them by."""
         self._lock = threading.Lock()
         self._abort_lock = threading.Lock()
         self._resources: GroupResources | None = None
@@ -151,9 +143,8 @@ class ProcessGroups:
     def form(self, spec: GroupSpec) -> None:
         """Drop the old group and form this one as torch's default group.
 
-        Raises:
-            GroupError: it could not be formed in time, or was aborted; torch.distributed is then
-                as it was before any group.
+        GroupError if it was not formed in time, or was aborted; torch.distributed is then as it was
+        before any group.
         """
         self.drop()
         began = time.monotonic()
@@ -187,11 +178,9 @@ class ProcessGroups:
 
         Its connections are shut down, so all members must have left the group, or it must be
         broken. What torch holds is taken apart in the background, as far as user code releases it.
-        Takes milliseconds, mostly; a second where gloo does not close a connection by itself.
-
-        Raises:
-            GroupError: gloo does not become idle, or NCCL does not release its communicators;
-                the process must be replaced.
+        Takes milliseconds, mostly; a second where gloo does not close a connection by itself. After
+        a GroupError (gloo does not become idle, or NCCL keeps its communicators) the process must
+        be replaced.
         """
         with self._lock:
             resources, self._resources = self._resources, None
@@ -237,11 +226,7 @@ class ProcessGroups:
 
     @property
     def store(self) -> PrefixStore:
-        """The group's key-value store, for the main thread; `abort` ends what waits in it.
-
-        Raises:
-            GroupError: no group stands.
-        """
+        """The group's key-value store, for the main thread; `abort` ends what waits in it."""
         resources = self._resources
         if resources is None or resources.store is None or not resources.is_formed:
             raise GroupError("no group stands, so there is no store; form one first")
@@ -418,11 +403,7 @@ def _hurry() -> Iterator[None]:
 
 
 def _device_within(real: Any, spec: GroupSpec) -> Any:
-    """Return a gloo device that listens on a port of this worker's range.
-
-    Raises:
-        GroupError: no port of the range is free, or gloo cannot be made to use one.
-    """
+    """Return a gloo device that listens on a port of this worker's range, or raise GroupError."""
     if not spec.ports:
         return real.create_device(hostname=spec.host)
     for attempt in range(LISTEN_ATTEMPTS):

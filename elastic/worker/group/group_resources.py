@@ -80,10 +80,8 @@ class GroupResources:
 
     Attributes:
         deadline: `time.monotonic()` by which the group must be formed.
-        spec: the `GroupSpec`.
         store: the group's store, once the leader has answered.
         device: gloo's device; all groups of a generation share one, and no two generations do.
-        loop: the device's event loop.
         threads: ids of the threads in which gloo carries out its collectives.
     """
 
@@ -130,10 +128,9 @@ class GroupResources:
         self._backends.append(GlooBackend(backend, sockets))
 
     def forget_subgroup(self, group: Any) -> bool:
-        """Forget a subgroup's connections, because user code destroys it.
+        """Forget a subgroup's connections, because user code destroys it; return whether it may.
 
-        Returns:
-            Whether it may be destroyed: not if its connections could then pass for lost ones.
+        Not if its connections could then pass for lost ones.
         """
         try:
             backend = group._get_backend(torch.device("cpu"))
@@ -203,10 +200,9 @@ class GroupResources:
         return IdleDetector(self.threads, are_all=not self._backends or bool(numbers_of_gloo()))
 
     def join_gloo(self) -> bool:
-        """Wait until gloo does nothing more for this group, once aborted.
+        """Wait until gloo does nothing more for this group, once aborted; return whether it is so.
 
-        Returns:
-            Whether it is idle within `CLOSE_S` and `AT_WORK_S`; usually takes milliseconds.
+        Usually takes milliseconds, at most `CLOSE_S` and `AT_WORK_S`.
         """
         while not self.has_closed_all():
             time.sleep(POLL_S)

@@ -40,13 +40,7 @@ to one of a group that is over must report that, and not that it has no methods.
 
 
 class StoreAddress(NamedTuple):
-    """Address and secret of a group's store.
-
-    Attributes:
-        address: "host:port" of the leader's server.
-        generation: of the group.
-        key: its secret.
-    """
+    """Address and secret of a group's store."""
 
     address: str
     generation: int
@@ -75,16 +69,7 @@ class GroupStore(Store):
     def connect(
         cls, where: StoreAddress, left_s: Callable[[], float], is_over: Callable[[], bool]
     ) -> GroupStore:
-        """Connect, with as many attempts as needed.
-
-        Args:
-            where: the store.
-            left_s: returns the seconds left.
-            is_over: returns whether to give up.
-
-        Raises:
-            GroupError: no server that knows the generation's secret answers in time.
-        """
+        """Connect, with as many attempts as needed; GroupError if no server answers in time."""
         pause_s = PAUSE_S
         while True:
             try:
@@ -218,11 +203,7 @@ class GroupStore(Store):
 
 
 def _known(where: StoreAddress, limit_s: float) -> socket.socket:
-    """Connect, show the server that we have the secret, and see that it has it.
-
-    Raises:
-        OSError: it cannot be reached, or has not got it (yet).
-    """
+    """Connect, show the server that we have the secret, and see that it has it; else OSError."""
     sock = socket.create_connection(parse_endpoint(where.address), limit_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -78,17 +78,12 @@ class MemberLinks:
     """This rank's links in one group.
 
     Attributes:
-        sockets: the connections.
         shape: how exchanges of large data connect the ranks; of small data `small_shape`.
         memory: by rank, of those whose memory we read in place; empty if any of the node cannot.
     """
 
     def __init__(self, rank: int, world_size: int, reach: PeerAddress) -> None:
-        """Open the listener; `join` makes the connections.
-
-        Raises:
-            OSError: this machine does not have the address.
-        """
+        """Open the listener; `join` makes the connections."""
         self.rank, self.world_size = rank, world_size
         self.sockets = PeerSockets(reach)
         probe = os.memfd_create("elastic-links", os.MFD_CLOEXEC)
@@ -106,13 +101,9 @@ class MemberLinks:
         self._made = 0
 
     def join(self, entries: Sequence[MemberEntry]) -> bool:
-        """Connect to our partners.
+        """Connect to our partners; return whether we can read the memory of all others of our node.
 
-        Returns:
-            Whether we can read the memory of all others of our node; `share` if all members can.
-
-        Raises:
-            GroupBroken: a member could not be reached.
+        `share` if all members can.
         """
         self._entries = entries
         nodes = [0]
@@ -184,11 +175,7 @@ _open: WeakKeyDictionary[Any, MemberLinks] = WeakKeyDictionary()
 
 
 def links_of(group: Any) -> MemberLinks:
-    """Return the links of a group whose members have connected.
-
-    Raises:
-        InvariantViolation: they have not.
-    """
+    """Return the links of a group whose members have connected."""
     links = _links.get(group)
     if links is None:
         raise InvariantViolation("the members of this group have not connected to each other yet")
@@ -198,8 +185,7 @@ def links_of(group: Any) -> MemberLinks:
 def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
     """Return our links in this group; their `entry` must be sent to all members before `join`.
 
-    Raises:
-        GroupBroken: this machine does not have the address, or no port to listen on.
+    GroupBroken if this machine does not have the address, or no port to listen on.
     """
     known = _links.get(group) or _open.get(group)
     if known is None:
@@ -214,11 +200,7 @@ def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
 
 
 def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
-    """Connect to our partners in this group, unless that is done; all members do so.
-
-    Raises:
-        GroupBroken: the group broke, or a member cannot be reached.
-    """
+    """Connect to our partners in this group, unless that is done; all members do so."""
     if group in _links:
         return
     links = _open[group]

@@ -53,7 +53,6 @@ class PeerEndpoint:
     """Where a member listens.
 
     Attributes:
-        address: IP address as text.
         port: 0 for a member that does not listen.
         token: 16 bytes that a connecting member must send; others are refused.
     """
@@ -82,7 +81,6 @@ class PeerAddress:
         host: address of this machine that they reach.
         timeout_s: how long to wait for a message.
         node: name of our node; members of a node share memory. "" if the machine is the node.
-        ports: the range of ports to listen on.
     """
 
     host: str = "127.0.0.1"
@@ -108,7 +106,6 @@ class _PeerConnection:
     Attributes:
         unsent: what the kernel has not taken yet.
         head, taken: the header being read, and the number of its bytes read so far.
-        tag: of the message being read.
         into: buffers left to fill of the message being read, None between messages.
         wanted: by tag, where an expected message goes, and what is called when it is there.
         then: the call for the message being read.
@@ -134,18 +131,10 @@ class _PeerConnection:
 
 
 class PeerSockets:
-    """This rank's connections to others of one group.
-
-    Attributes:
-        received_bytes: bytes received from all peers.
-    """
+    """This rank's connections to others of one group."""
 
     def __init__(self, reach: PeerAddress) -> None:
-        """Listen on a free port.
-
-        Raises:
-            OSError: this machine does not have the address, or no port of the range is free.
-        """
+        """Listen on a free port; OSError without the address, or a free port of the range."""
         family, _, _, _, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
         host = str(where[0])
         self._listener = listen_within(reach.ports, (host, 0), family=family, backlog=128)
@@ -172,16 +161,9 @@ class PeerSockets:
         limit_s: float = JOIN_S,
         partners: Iterable[int] | None = None,
     ) -> None:
-        """Connect to other members, which do the same.
+        """Connect to other members, by rank, which do the same; to `partners`, None for all.
 
-        Args:
-            rank: ours.
-            endpoints: of all members, by rank.
-            limit_s: how long it may take.
-            partners: ranks to connect to; None for all.
-
-        Raises:
-            OSError: a member could not be reached, or has not connected in time.
+        OSError if a member could not be reached, or has not connected in time.
         """
         deadline = time.monotonic() + limit_s
         others = {*(range(len(endpoints)) if partners is None else partners)} - {rank}
@@ -289,13 +271,7 @@ class PeerSockets:
     def send(self, rank: int, tag: int, data: Buffers) -> None:
         """Send bytes, which must stay as they are until `flush` has returned.
 
-        Args:
-            rank: the receiver's.
-            tag: distinguishes messages in progress between the same two members.
-            data: views of bytes, sent one after the other.
-
-        Raises:
-            GroupBroken: the group broke.
+        The tag distinguishes messages in progress between the same two members.
         """
         peer = self._peers[rank]
         if peer.broken is not None:
@@ -312,16 +288,9 @@ class PeerSockets:
     def expect(
         self, rank: int, tag: int, data: Buffers, then: Callable[[], None] | None = None
     ) -> None:
-        """Have the next message with this tag received into these buffers.
+        """Have the next message with this tag received into these buffers, of its length together.
 
-        Args:
-            rank: the sender's.
-            tag: its tag.
-            data: views of bytes, filled one after the other; together as long as the message.
-            then: called once it is received; if None, use `wait`.
-
-        Raises:
-            GroupBroken: it was received already, with another length.
+        `then` is called once it is there; if None, use `wait`.
         """
         peer = self._peers[rank]
         early = peer.early.get(tag)
@@ -338,11 +307,7 @@ class PeerSockets:
         self._due.append(call)
 
     def wait(self, rank: int, tag: int) -> None:
-        """Wait for a message that is expected; see `wait_until`.
-
-        Raises:
-            GroupBroken: the group broke, or nothing came in time.
-        """
+        """Wait for a message that is expected; see `wait_until`."""
         peer = self._peers[rank]
         self.wait_until(lambda: tag in peer.arrived, [rank])
         peer.arrived.discard(tag)
@@ -352,14 +317,9 @@ class PeerSockets:
         is_there: Callable[[], bool],
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Receive and send until a condition holds.
+        """Receive and send until a condition holds; it is checked whenever something was received.
 
-        Args:
-            is_there: the condition, checked whenever something was received.
-            ranks: that it is expected from, for the error; None for all.
-
-        Raises:
-            GroupBroken: the group broke, or nothing came in time.
+        `ranks` are for the error: whom it is expected from, None for all.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -373,21 +333,13 @@ class PeerSockets:
             self._poll_once(deadline, lambda: f"rank {', '.join(map(str, ranks or self._peers))}")
 
     def flush(self) -> None:
-        """Wait until the kernel has taken everything that was sent.
-
-        Raises:
-            GroupBroken: the group broke, or a peer does not read.
-        """
+        """Wait until the kernel has taken everything that was sent."""
         deadline = time.monotonic() + self._timeout_s
         while any(peer.unsent for peer in self._peers.values()):
             self._poll_once(deadline, lambda: "others to read")
 
     def poll(self) -> None:
-        """Receive what is there, and send what there is room for; never blocks.
-
-        Raises:
-            GroupBroken: the group broke.
-        """
+        """Receive what is there, and send what there is room for; never blocks."""
         while self._poll_once(0.0, None):
             pass
         self._call()

@@ -34,11 +34,7 @@ class OwnMemory:
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new flat tensor of so many elements, at least one.
-
-        Raises:
-            OSError: there is not that much memory.
-        """
+        """Return a new flat tensor of so many elements, at least one; OSError without memory."""
         num_bytes, start = numel * dtype.itemsize, self._size
         self._size += -(-num_bytes // PAGE) * PAGE
         os.ftruncate(self._fd, self._size)

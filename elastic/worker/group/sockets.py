@@ -92,14 +92,11 @@ def socket_inodes() -> frozenset[int]:
 
 
 def find_event_loop(known: frozenset[int]) -> GlooEpoll | None:
-    """Find the epoll set of a gloo device that was made since `known` was taken.
+    """Find the epoll set of a gloo device made since `known` was taken; None without /proc.
 
-    Such a set holds one listening socket that is not in `known`, and a pipe to wake the loop.
-    A server that another thread opens at the same moment differs: asyncio wakes itself
-    through a socket pair.
-
-    Returns:
-        The event loop, or None if the kernel does not list it (no /proc, no epoll).
+    Such a set holds one listening socket that is not in `known`, and a pipe to wake the loop. A
+    server that another thread opens at the same moment differs: asyncio wakes itself through a
+    socket pair.
     """
     for descriptor in _descriptors():
         if _link(descriptor) != "anon_inode:[eventpoll]":
@@ -172,10 +169,7 @@ def ends_print(sockets: Iterable[WatchedDescriptor], key: bytes) -> bytes:
     """Return a hash of connections that is the same at both of their ends.
 
     The XOR of one hash for each connection, so that those of all members of a group cancel out.
-
-    Args:
-        sockets: those without two addresses are ignored.
-        key: a secret, so that an attacker cannot choose what his connection adds.
+    With the secret `key` an attacker cannot choose what his connection adds.
     """
     total = 0
     for one in sockets:

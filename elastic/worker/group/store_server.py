@@ -44,9 +44,6 @@ class _Space:
     """The keys of one generation.
 
     Attributes:
-        key: the generation's secret.
-        values: what was set.
-        members: connections of its members.
         waiting: clients that wait for keys.
         wanted: by missing key, the clients that wait for it.
     """
@@ -63,7 +60,6 @@ class _Wait:
     """A client's wait for keys.
 
     Attributes:
-        wants_values: the answer carries the values.
         until: `time.monotonic()` of its timeout.
         missing: keys without a value.
     """
@@ -79,9 +75,7 @@ class _StoreClient:
     """One connection.
 
     Attributes:
-        host: where it comes from.
         greeting: what was sent first.
-        since: `time.monotonic()` of its beginning.
         generation, claim: what an unauthenticated client has sent, once it is complete.
         space: the keys of an authenticated client's generation.
         unsent: what the kernel has not taken yet.
@@ -108,11 +102,7 @@ class StoreServer:
     """
 
     def __init__(self, host: str, ports: PortRange = ANY_PORT) -> None:
-        """Listen on a free port of this address.
-
-        Raises:
-            GroupError: this machine does not have the address.
-        """
+        """Listen on a free port of this address; GroupError if this machine does not have it."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)

@@ -24,10 +24,9 @@ from elastic.worker.group.c10d import look_up, parts
 
 @contextmanager
 def held_back(met: Callable[[BaseException], None]) -> Iterator[None]:
-    """Have errors of collectives checked before a script sees them, for the length of a block.
+    """Have errors of collectives checked by `met` before a script sees them, for a block.
 
-    Args:
-        met: called with each, in the thread that met it; does not return if it is held there.
+    It is called in the thread that met one, and does not return if that is held there.
     """
     undo: list[tuple[Any, str, Any]] = []
     for owner, name in (

@@ -79,13 +79,10 @@ def _join_first() -> None:
 
 @contextmanager
 def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
-    """Have torch.distributed and the environment join a group before they answer for it.
+    """Have torch.distributed and the environment call `join` before they answer for a group.
 
-    Args:
-        join: called at the first question; calls what is yielded before it does anything.
-
-    Yields:
-        A function that puts everything back; done at the end in any case.
+    Yields a function that puts everything back, which `join` calls first; done at the end in any
+    case.
     """
     global _join
     places: list[tuple[Any, str, Any]] = []

@@ -50,7 +50,6 @@ class EntryCall:
     Attributes:
         run: makes it, and returns what the train function returned; None for scripts, whose
             `sys.exit()` comes out as it is.
-        config: what the user passed to the train function.
         options: what the library passed along with the function.
         is_foreign: it is a script or module that does not use this library.
     """
@@ -99,7 +98,6 @@ class PackedCall:
     """What is sent of a function.
 
     Attributes:
-        payload: of a FUNCTION entry.
         imports: installed modules that workers import before it does anything else.
     """
 
@@ -130,21 +128,11 @@ def pack(function: Callable[..., Any], config: Any, options: Mapping[str, Any]) 
 
 
 def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]:
-    """Prepare this process for an entry point, and check that it can be called.
+    """Prepare this process for an entry point; return what prepares one call, anew for each.
 
-    Changes the working directory and `sys.path`.
-
-    Args:
-        entry: of the job.
-        imports_ahead: packages that a script needs first may be imported before it has a group,
-            so before the environment names its rank.
-
-    Returns:
-        A function that prepares one call; it is to be used anew for each.
-
-    Raises:
-        UsageError: the directory, the script or the module is not on this node.
-        Exception: whatever unpickling the function raises, such as ImportError.
+    Changes the working directory and `sys.path`. With `imports_ahead`, packages that a script needs
+    first are imported before it has a group, so before the environment names its rank. UsageError
+    if something is not on this node; or whatever unpickling the function raises.
     """
     if entry.working_dir:
         try:
@@ -201,22 +189,14 @@ def _function_call(entry: Entry) -> EntryCall:
 
 
 def call_with_config(function: Callable[..., Any], config: Any) -> Any:
-    """Call a train function with its config, or without if it takes no argument.
-
-    Raises:
-        UsageError: it needs more than one argument.
-    """
+    """Call a train function with its config, or without if it takes no argument."""
     if not takes_config(function):
         return function()
     return function({} if config is None else config)
 
 
 def takes_config(function: Callable[..., Any]) -> bool:
-    """Return whether a train function is called with its config, rather than with nothing.
-
-    Raises:
-        UsageError: it needs more than one argument.
-    """
+    """Return whether a train function is called with its config, rather than with nothing."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -282,9 +262,6 @@ def _module_files(entry: Entry) -> list[Path]:
     """Return the files of the module that is run, or of its whole package.
 
     No package is imported: packages may read their rank.
-
-    Raises:
-        UsageError: its first part is not there.
     """
     try:
         places = places_of(entry.target)

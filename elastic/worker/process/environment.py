@@ -39,12 +39,7 @@ THREADS_OF_SEVERAL = "1"
 
 
 def for_job(assign: Assign, started_with: Mapping[str, str]) -> dict[str, str]:
-    """Return what to set when a spare becomes a worker.
-
-    Args:
-        assign: who the worker is; its entry's own variables win over ours.
-        started_with: the environment of the spare.
-    """
+    """Return what to set when a spare becomes a worker; its entry's own variables win over ours."""
     spec = assign.spec
     ours = {
         "ELASTIC_JOB_ID": spec.job_id,

@@ -99,9 +99,7 @@ def _watching() -> Iterator[None]:
 def run(plan: ImportPlan, zygote: socket.socket) -> None:
     """Make a job's imports in this process, which ends if they are of no use to its workers.
 
-    Args:
-        plan: what to import.
-        zygote: is sent then what is left to import, as JSON, [] for nothing.
+    Then the zygote is sent what is left to import, as JSON, [] for nothing.
     """
     os.environ.update(plan.env)
     working_dir, *folders = plan.folders

@@ -95,10 +95,6 @@ def imports_of(function: Callable[..., Any], modules: Iterable[str]) -> tuple[st
 
     They are imported where the function is unpickled, by it or by modules of the user's own, and
     by its first statements. Nothing is imported here.
-
-    Args:
-        function: a train function.
-        modules: that what is sent of it refers to by name.
     """
     known: dict[str, bool] = {}
     unread, read = [*modules, *_imported_at_first(function)], set[str]()
@@ -155,11 +151,8 @@ def _is_installed_module(name: str, known: dict[str, bool]) -> bool:
 def places_of(name: str) -> list[Path] | None:
     """Return where the first part of a module is: folders of a package, or one file.
 
-    Nothing is imported. None if it is not there; no places if it is in no file.
-
-    Raises:
-        ModuleNotFoundError: the name is none.
-        ValueError: an imported module does not know where it is from.
+    Nothing is imported. None if it is not there; no places if it is in no file. ValueError if an
+    imported module does not know where it is from.
     """
     spec = importlib.util.find_spec(name.partition(".")[0])
     if spec is None:
@@ -178,12 +171,7 @@ def _is_installed(name: str, places: Sequence[Path]) -> bool:
 
 
 def uses_us(files: Sequence[Path], folder: Path) -> bool:
-    """Return whether a script or package imports this library, or its own modules do.
-
-    Args:
-        files: of the script, or of the package that is run.
-        folder: where a script's own modules are.
-    """
+    """Return whether a script or package imports this library, or its own modules do."""
     unread, names, packages = [*files], set[str](), set[Path]()
     while unread:
         file = unread.pop()

@@ -80,13 +80,8 @@ class LocalRun:
     """What to run here.
 
     Attributes:
-        job_name: of the run.
         run_path: the run directory, "" for none.
-        config: for the train function.
         options: what the user chose of the step engine.
-        use_gpu: train on this process's accelerator.
-        backend: "gloo", "nccl" or "auto".
-        timeout_s: of collectives.
         job_id: of this attempt, "" to draw one.
         resume_from: path of the reported checkpoint that it begins with, "" for none.
         num_to_keep, score_attribute, score_order: which checkpoints are kept, as in `JobSpec`.
@@ -111,13 +106,7 @@ class LocalRun:
 def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
     """Call a train function here; what it raises is raised, except for `sys.exit(0)`.
 
-    Args:
-        function: takes the config, or nothing.
-        run: everything else.
-
-    Raises:
-        UsageError: an accelerator is asked for and there is none.
-        StorageError: the run directory cannot be read or written.
+    UsageError if an accelerator is asked for and there is none.
     """
     with local_context(run) as context:
         try:
@@ -221,12 +210,7 @@ class NoNextGroup:
 
 @contextmanager
 def local_context(run: LocalRun) -> Iterator[WorkerContext]:
-    """Be the context of this process for the time of the `with` block.
-
-    Raises:
-        UsageError: an accelerator is asked for and there is none.
-        StorageError: the run directory cannot be read.
-    """
+    """Be the context of this process for the time of the `with` block."""
     with local_group(run):
         engine = StepEngine(NoNextGroup())
         engine.configure(run.options)
@@ -283,8 +267,7 @@ def is_restart() -> bool:
 def from_rank_zero(choose: Callable[[], str]) -> str:
     """Return what `choose` returns on rank 0; every member of the group must call this.
 
-    Raises:
-        ElasticError: what `choose` raised; a `UsageError` with its text on the other ranks.
+    What it raises is raised there, and a `UsageError` with its text on the other ranks.
     """
     store = _own_keys()
     if dist.get_rank() != 0:

@@ -55,12 +55,7 @@ KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(words: list[str], environ: Mapping[str, str]) -> None:
-    """Run a command to its end.
-
-    Raises:
-        UsageError: it cannot be started.
-        ProgramFailed: it failed; with what torch's `@record` wrote down, if it is used.
-    """
+    """Run a command to its end; ProgramFailed has what torch's `@record` wrote down, if it did."""
     with _store_for_children(environ) as address:
         killed_by = _run(words, {**environ, **address})
         if killed_by:
@@ -122,11 +117,7 @@ def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _open_store(host: str, ports: PortRange) -> dist.TCPStore:
-    """Return torch's own store, on this address alone: what a program for torchrun connects to.
-
-    Raises:
-        GroupError: this machine does not have the address, or no port of the range is free.
-    """
+    """Return torch's own store, on this address alone: what a program for torchrun connects to."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)

@@ -96,7 +96,6 @@ class _WorkerSetup:
 
     Attributes:
         server: of rank 0's rendezvous store.
-        storage: None for a job without a run directory.
         shared: checks that all nodes have the same run directory.
         prepare: makes the next call of user code.
     """
@@ -117,8 +116,6 @@ class _UserCall:
 
     Attributes:
         assignment: of the present group, None before it joins one.
-        reporter: of the present group.
-        engine: of its loop.
         exited: where it has ended itself without an error, "" if it has not.
         is_ahead: it runs while its group-to-be trains, and has not asked for it.
         put_back: undoes what has it join a group when it needs one.

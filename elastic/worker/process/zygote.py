@@ -87,19 +87,14 @@ class WorkerZygote:
     def __init__(self, sock: socket.socket) -> None:
         """Begin without import zygotes.
 
-        Args:
-            sock: to the agent. A request is `agent.zygote.SpareRequest.text`, with a pipe's end and
-                an output as descriptors.
+        A request on the socket is `agent.zygote.SpareRequest.text`, with a pipe's end and an output
+        as descriptors.
         """
         self._sock = sock
         self._import_zygotes: dict[str, ImportZygote] = {}
 
     def serve(self) -> int:
-        """Fork for ever; returns in the forked ones only.
-
-        Returns:
-            The end of the pipe to the agent.
-        """
+        """Fork for ever; returns the end of the pipe to the agent, in the forked ones only."""
         while True:
             for sock in self._wait():
                 pipe_fd = self._take_request() if sock is self._sock else self._receive(sock)
@@ -254,10 +249,9 @@ def _read(imports: str) -> ImportPlan:
 
 
 def _fork(writing: int) -> int:
-    """Fork a process that forks a worker, writes the worker's pid, and ends.
+    """Fork a process that forks a worker, writes the worker's pid, and ends; return its own.
 
-    Returns:
-        That one's pid; 0 in the worker, once the agent is its parent; -1 if nothing was forked.
+    The worker gets 0, once the agent is its parent; -1 if nothing was forked.
     """
     try:
         between = os.fork()

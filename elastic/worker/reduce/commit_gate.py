@@ -73,11 +73,7 @@ class CommitGate:
     def wait_exchanged(self, own: Sequence[DeviceEvent] = ()) -> None:
         """Wait for steps 1 to 3 above; returns at once where the gate is open.
 
-        Args:
-            own: what `record` returned before the exchange.
-
-        Raises:
-            RuntimeError: the group is over, or the device failed.
+        `own` is what `record` returned before the exchange. RuntimeError if the group is over.
         """
         if self._confirmation is None:
             return
@@ -90,8 +86,7 @@ class CommitGate:
     def wait_all(self, own: Sequence[DeviceEvent] = ()) -> None:
         """Wait for steps 1 to 4 above; the step is whole then, on all ranks.
 
-        Raises:
-            RuntimeError: the group is over, or the device failed.
+        RuntimeError if it is not.
         """
         self.wait_exchanged(own)
         if self._confirmation is not None:

@@ -76,9 +76,7 @@ class _Kept:
     def set_back(self, value: torch.Tensor, *, is_void: bool = False) -> None:
         """Have this value in the tensor that others know, and that one in its place.
 
-        Args:
-            value: of the buffer's shape.
-            is_void: no gradient of a graph that has used the buffer counts any more.
+        `is_void`: no gradient of a graph that has used the buffer counts any more.
         """
         if self.now is not self.buffer:
             self.owner._buffers[self.own_name] = self.buffer
@@ -184,8 +182,7 @@ class ModelBuffers:
     def restore(self, *, is_void: bool = False) -> None:
         """Put the buffers back to the beginning of the step that is under way, if one is.
 
-        Args:
-            is_void: the step is; the user's code may still go through graphs that it has made.
+        Of a void one the user's code may still go through graphs that it has made.
         """
         if not self._is_open:
             return
@@ -239,9 +236,7 @@ class ModelBuffers:
     def settle(self, partition: MicroBatchPartition, samples: int) -> None:
         """Make the buffers what they are after the step.
 
-        Raises:
-            RuntimeError: the group broke.
-            UsageError: not every micro-batch has changed the same ones.
+        UsageError if not every micro-batch has changed the same ones.
         """
         if self._changed:
             names = tuple(sorted(self._changed))

@@ -61,12 +61,7 @@ class _UnitStep:
 
 @dataclass
 class _Layout:
-    """How the parameters are cut.
-
-    Attributes:
-        bucket_bytes: size of a bucket.
-        slots: bucket of each parameter and its place there, by id.
-    """
+    """How the parameters are cut."""
 
     bucket_bytes: int
     buckets: list[Bucket]
@@ -102,7 +97,6 @@ class _Step:
 
     Attributes:
         control: numbers that all ranks get to see.
-        is_void: it counts for nothing.
         number: of the micro-batch at hand, None before the first.
         is_hidden: a backward call is under way, or has raised.
         stepped_by_others: ids of parameters that are shared with units that have stepped in it.
@@ -159,13 +153,8 @@ class Reducer:
     ) -> None:
         """Put hooks on the parameters; nothing else changes until a step begins.
 
-        Args:
-            units: what each optimizer steps.
-            modules: whose buffers (BatchNorm) are averaged over a step.
-            consistency: "bitwise", or "samples" for an order of addition that is torch's.
-            bucket_bytes: size of the pieces that are sent.
-            activity: notified when we wait for others.
-            is_over: returns whether the group is not whole any more; see `CommitGate`.
+        Buffers of `modules` (BatchNorm) are averaged over a step. `is_over` returns whether the
+        group is not whole any more; see `CommitGate`.
         """
         self.broken: BaseException | None = None
         self.rows: list[tuple[float, ...]] = []
@@ -250,10 +239,8 @@ class Reducer:
     def begin_step(self, share: StepShare | WeighedShare, control: Sequence[float] = ()) -> None:
         """Forget whatever step was before, and begin one.
 
-        Args:
-            share: what we have to do in it.
-            control: at most `ROW` - `OWN` - `SHARE_NUMBERS` numbers, which all ranks get to see
-                in `rows`.
+        `control` are at most `ROW` - `OWN` - `SHARE_NUMBERS` numbers, which all ranks get to see in
+        `rows`.
         """
         group, was_void = self._group, self._step is not None and self._step.is_void
         if group.newest is None or share.partition != group.newest.partition:
@@ -337,13 +324,9 @@ class Reducer:
         return not step.is_void and self.broken is None
 
     def settle_buffers(self, is_good: Callable[[], bool] = lambda: True) -> bool:
-        """Average what the micro-batches made of the modules' buffers.
+        """Average what micro-batches made of the modules' buffers; return whether to commit.
 
-        Args:
-            is_good: asked when that is done; if not, the step is void, and they are put back.
-
-        Returns:
-            Whether the step is to be committed; not if the group broke.
+        `is_good` is asked when that is done; if not, the step is void, and they are put back.
         """
         step = self._the_step()
         if not step.counts or self.broken is not None:

@@ -77,11 +77,7 @@ class _UnitGradients:
             parameter.grad = None
 
     def zero(self, chosen: Collection[int] | None = None) -> None:
-        """Let what this micro-batch has given so far not count.
-
-        Args:
-            chosen: ids of the parameters of which it does not; None for all.
-        """
+        """Let what this micro-batch has given so far not count; `chosen` are parameters' ids."""
         for place, parameter in enumerate(self._parameters):
             if chosen is None or id(parameter) in chosen:
                 self._fresh[place] = None
@@ -121,7 +117,6 @@ class _Step:
 
     Attributes:
         control: numbers that all ranks get to see.
-        is_void: it counts for nothing.
         number: of the micro-batch at hand; None before the first, and for one that does not count.
         weight: what the loss of the micro-batch at hand is multiplied by.
         factor: what the sum is multiplied by, None until all ranks' rows are there. It is 1, but
@@ -158,14 +153,8 @@ class ShardedReducer:
     ) -> None:
         """Surround backward; nothing else changes until a step begins.
 
-        Args:
-            units: what each optimizer steps.
-            modules: whose buffers (BatchNorm) are averaged over a step.
-            activity: notified when we wait for others.
-            is_over: returns whether the group is not whole any more; see `CommitGate`.
-
-        Raises:
-            UsageError: a parameter is not sharded over the group that stands, or cannot be saved.
+        See `Reducer`. UsageError if a parameter is not sharded over the group that stands, or
+        cannot be saved.
         """
         for unit in units:
             for name, parameter in unit.parameters:
@@ -254,11 +243,7 @@ class ShardedReducer:
             unit.zero(chosen)
 
     def settle(self, unit: OptimizerUnit) -> bool:
-        """Have the gradient of the whole step in `p.grad`; called on the last micro-batch.
-
-        Returns:
-            Whether it is there; not if the group broke.
-        """
+        """Have the whole step's gradient in `p.grad`, on the last micro-batch; return if it is."""
         own, factor = self._own(unit), self._exchange_row(self._the_step())
         if factor is None:
             return False
@@ -371,11 +356,7 @@ class Padding:
     """Micro-batches of weight zero, in which a rank with fewer goes along with the others."""
 
     def __init__(self, reducer: ShardedReducer | None = None) -> None:
-        """Owe none.
-
-        Args:
-            reducer: notified of each; None if ranks need not make equally many backward calls.
-        """
+        """Owe none; the reducer is None if ranks need not make equally many backward calls."""
         self._reducer = reducer
         self._left = 0
         self._kept: MicroBatch | None = None
@@ -401,11 +382,7 @@ class Padding:
         self._left = most - (last - first) if self._reducer is not None else 0
 
     def pad(self, batch: MicroBatch) -> MicroBatch | None:
-        """Return a copy that counts nothing if one is owed; `take` then gives this one again.
-
-        Raises:
-            UsageError: it cannot be copied.
-        """
+        """Return a copy that counts nothing if one is owed; `take` then gives this one again."""
         if not self._left or self._reducer is None:
             return None
         self._left, self._kept = self._left - 1, batch
@@ -430,8 +407,7 @@ def make_reducer(
 ) -> tuple[Reducer | ShardedReducer, Padding]:
     """Return what reduces the gradients of these objects, and what evens out their ranks' rounds.
 
-    Raises:
-        UsageError: some models are sharded and others are not.
+    UsageError if some models are sharded and others are not.
     """
     if not state.is_sharded:
         reducer = Reducer(
@@ -449,8 +425,7 @@ def make_reducer(
 def recovery_of(state: TrainState, chosen: str) -> str:
     """Return the mode of recovery, as in `FailureConfig`, that these objects allow.
 
-    Raises:
-        UsageError: the user insists on another one.
+    UsageError if the user insists on another one.
     """
     if not state.is_sharded or chosen in ("reenter", "restart"):
         return chosen

@@ -29,7 +29,6 @@ class MicroBatch:
     """One micro-batch.
 
     Attributes:
-        cursor: the step that it belongs to.
         number: its place in the step, 0 to V - 1.
         count: its samples. 0 in a ragged last step that has none left for it: `value` is then
             that of the step's first samples, so that there is something to compute with.
@@ -49,16 +48,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepShare:
-    """What a rank has to do in a step.
-
-    Attributes:
-        rank: 0 to world_size - 1.
-        world_size: W, at most V.
-        num_micro_batches: V.
-        micro_batch_size: samples of a full micro-batch.
-        counts: samples of each of the V micro-batches of this step; fewer in a ragged last one.
-        tokens: 0: what counts are samples.
-    """
+    """What a rank has to do in a step."""
 
     tokens = 0
 
@@ -153,11 +143,8 @@ class WeighedShare:
     def note(self, number: int, count: int, weight: float, more: bool = False) -> None:
         """Take what is known of a micro-batch of ours; before it is computed.
 
-        Args:
-            number: of the micro-batch.
-            count: its samples.
-            weight: what it counts; sums of these are exact, so that their order is no matter.
-            more: of a stream: it does not end the epoch with this step.
+        Sums of weights are exact, so that their order is no matter. `more`: its stream does not end
+        the epoch with this step.
         """
         self.counts[number], self._weights[number] = count, weight
         self._goes_on[number] = more
@@ -173,8 +160,7 @@ class WeighedShare:
     def take_rows(self, rows: Sequence[Row]) -> float:
         """Take what all ranks have sent, by rank; return the divisor.
 
-        Raises:
-            UsageError: nothing in the step counts.
+        UsageError if nothing counts.
         """
         self.samples = int(sum(row[1] for row in rows))
         weight = sum(row[0] for row in rows)
@@ -200,15 +186,7 @@ class StreamShare(WeighedShare):
         rank: int,
         world_size: int,
     ) -> None:
-        """Begin with nothing read.
-
-        Args:
-            streams: how the data is cut.
-            cursor: the step.
-            end: called with (epoch, steps) once it is known that the epoch ends with this step.
-            rank: ours.
-            world_size: W, at most V.
-        """
+        """Begin with nothing read; `end` is called with (epoch, steps) if this step is the last."""
         super().__init__(
             cursor,
             streams.micro_batch_size,
@@ -226,8 +204,7 @@ class StreamShare(WeighedShare):
     def take_rows(self, rows: Sequence[Row]) -> float:
         """Take what all ranks have sent, by rank; return the divisor.
 
-        Raises:
-            UsageError: the step has no samples, or is not full and only full ones count.
+        UsageError if the step has no samples, or is not full and only full ones count.
         """
         streams, cursor = self._streams, self._cursor
         samples = int(sum(row[1] for row in rows))

@@ -60,9 +60,7 @@ class StateLayout:
     """Where the tensors of a state lie.
 
     Attributes:
-        specs: of the tensors, by number.
         offsets: of their first bytes, from the beginning of the data.
-        data_bytes: of all.
         held: rows of each that are there, None for all of them; () if all tensors are whole.
     """
 
@@ -118,11 +116,7 @@ def _aligned(offset: int) -> int:
 
 
 class PinnedMemory:
-    """Pages of a mapping that a device copies to directly.
-
-    Attributes:
-        spans: of bytes from the beginning of the mapping.
-    """
+    """Pages of a mapping that a device copies to directly."""
 
     def __init__(
         self,
@@ -131,16 +125,9 @@ class PinnedMemory:
         accelerator: Accelerator,
         device: torch.device,
     ) -> None:
-        """Register them, all or none.
+        """Register whole pages, none twice, all or none; OSError if the device refuses.
 
-        Args:
-            memory: stays mapped until they are released.
-            spans: of whole pages; none overlaps another.
-            accelerator: drives the device.
-            device: one of those that copy.
-
-        Raises:
-            OSError: the device refuses.
+        The memory stays mapped until they are released.
         """
         self.spans = tuple(spans)
         self._memory, self._accelerator = memory, accelerator
@@ -171,14 +158,7 @@ class SnapshotSlot:
     """Memory for one snapshot."""
 
     def __init__(self, path: str = "") -> None:
-        """Open the memory.
-
-        Args:
-            path: of the agent's; "" for memory of our own.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
+        """Open the agent's memory at this path; "" for memory of our own."""
         if path:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         else:
@@ -207,11 +187,7 @@ class SnapshotSlot:
     # ------------------------------------------------------------------------------------ size
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for so many bytes behind the marks.
-
-        Raises:
-            OSError: there is not that much memory.
-        """
+        """Make room for so many bytes behind the marks; OSError without memory."""
         need = HEADER + num_bytes
         size = os.fstat(self._fd).st_size
         if size < need:
@@ -238,18 +214,11 @@ class SnapshotSlot:
         ctypes.CDLL(None).madvise(address, ctypes.c_size_t(len(memory)), MADV_POPULATE_WRITE)
 
     def pin(self, layout: StateLayout, pieces: Sequence[TensorRows], device: torch.device) -> None:
-        """Let a device copy to the places of these pieces directly, and to no others.
+        """Let a device copy to the places of our pieces directly, and to no others.
 
         Takes seconds for much memory, without holding the interpreter. The pages stay until the
-        memory is mapped anew, or released.
-
-        Args:
-            layout: of all tensors; there is room for it.
-            pieces: ours.
-            device: one of those that copy.
-
-        Raises:
-            OSError: the device refuses; copies are right all the same, and slower.
+        memory is mapped anew, or released. If the device refuses (OSError), copies are right all
+        the same, and slower.
         """
         accelerator = accelerator_of(device)
         if accelerator is None or self.is_pinned(layout, pieces):
@@ -322,11 +291,7 @@ class SnapshotSlot:
         return CopyMode(min(mode, CopyMode.OFF)), (steps, generation)
 
     def fill(self, mark: SnapshotMark, read: Callable[[memoryview], object]) -> None:
-        """Take a whole snapshot from elsewhere.
-
-        Raises:
-            OSError: there is not that much memory.
-        """
+        """Take a whole snapshot from elsewhere; OSError without memory."""
         self.reserve(mark.num_bytes)
         read(memoryview(self._mapped())[HEADER : HEADER + mark.num_bytes])
         self.mark(0, mark._replace(parts=1))
@@ -345,13 +310,7 @@ class SnapshotSlot:
     def put(
         self, layout: StateLayout, tensors: Sequence[torch.Tensor], pieces: Sequence[TensorRows]
     ) -> None:
-        """Copy pieces of tensors to their places.
-
-        Args:
-            layout: of all tensors; there is room for it.
-            tensors: of the state, by number, on any device.
-            pieces: ours.
-        """
+        """Copy pieces of tensors, which are on any device, to their places."""
         what = (self._mapped(), layout, tuple(pieces))
         if self._targets is None or self._targets[0] != what:
             # For hundreds of tensors this takes a tenth of the time of the copy itself.
@@ -394,8 +353,7 @@ class SnapshotSlot:
     def state(self, mark: SnapshotMark) -> Any:
         """Return the state of a whole snapshot; its tensors are copies.
 
-        Raises:
-            ValueError: it is damaged, or of a sharded model.
+        ValueError if it is damaged, or of a sharded model.
         """
         text, held = without_held(self.skeleton(mark))
         if held is not None:

@@ -24,14 +24,7 @@ PLAIN_SCALARS = (*PLAIN, str)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Stands in the skeleton where a tensor was.
-
-    Attributes:
-        number: of the tensor, in the order in which `pack` gives them.
-        dtype: such as "float32".
-        shape: of the tensor.
-        is_array: it was a NumPy array.
-    """
+    """Stands in the skeleton where a tensor was."""
 
     number: int
     dtype: str
@@ -48,8 +41,7 @@ def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
 def split(state: Any) -> tuple[Any, list[torch.Tensor]]:
     """Split a nested state into plain values, with a `TensorSpec` for each tensor, and tensors.
 
-    Raises:
-        UsageError: it holds something that is neither, naming where.
+    UsageError, naming where, if it holds something that is neither.
     """
     skeleton, tensors, _ = split_and_trace(state)
     return skeleton, tensors
@@ -61,11 +53,7 @@ Equal traces have the same tensors in the same places; values beside them are no
 
 
 def split_and_trace(state: Any) -> tuple[Any, list[torch.Tensor], Trace]:
-    """Split a state as `split` does, and return its trace too: the training loop waits for this.
-
-    Raises:
-        UsageError: it holds something that cannot be sent, naming where.
-    """
+    """Split a state as `split` does, and return its trace too: the training loop waits for this."""
     tensors: list[torch.Tensor] = []
     trace: Trace = []
     try:

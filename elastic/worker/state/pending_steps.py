@@ -38,8 +38,7 @@ class PendingOptimizerSteps:
     def add(self, optimizer: torch.optim.Optimizer, real: Call) -> None:
         """Remember that this step is due, with the gradients as they are now.
 
-        Raises:
-            UsageError: some of them are of this rank alone.
+        UsageError if some of them are of this rank alone.
         """
         parameters, gradients = parameters_of(optimizer), self._gradients
         if any(one.grad is not None and id(one) in gradients for one in parameters):
@@ -85,11 +84,8 @@ class PendingOptimizerSteps:
     ) -> None:
         """Put its gradients away, where `zero_grad` and later backward calls do not reach them.
 
-        Copies are left to read.
-
-        Args:
-            optimizer: that has stepped before others of the same step.
-            shared: parameters that several optimizers have; of these nothing is left.
+        It has stepped before others of the same step. Copies are left to read, but of parameters
+        that are `shared`.
         """
         several = {id(parameter) for parameter in shared}
         for parameter in parameters_of(optimizer):

@@ -22,12 +22,7 @@ from elastic.worker.state.dtensor import is_dtensor
 
 
 class PerRankState(NamedTuple):
-    """What each rank may have for itself.
-
-    Attributes:
-        tensors: names of tensors, by model.
-        registered: names of registered objects.
-    """
+    """What each rank may have for itself."""
 
     tensors: Sequence[Collection[str]] = ()
     registered: Collection[str] = ()
@@ -37,12 +32,7 @@ NOTHING_OWN = PerRankState()
 
 
 def state_prints(state: Any, own: PerRankState) -> dict[str, int]:
-    """Return a checksum of each prepared and registered object, by what it is called for people.
-
-    Args:
-        state: of the run, as `CheckpointScheduler.take` returns it.
-        own: what is left out.
-    """
+    """Return checksums of prepared and registered objects, but `own`, by names for people."""
     objects = state.get("objects") if isinstance(state, Mapping) else None
     if not isinstance(objects, Mapping):
         return {}

@@ -60,15 +60,10 @@ def check_not_flat(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, device_type: str, options: Mapping[str, Any]) -> None:
-    """Let each rank of the group that stands keep its rows of each parameter.
+    """Let each rank of the group that stands keep its rows of each parameter, in place.
 
-    Args:
-        model: the same on all ranks; it is changed in place.
-        device_type: "cpu" or "cuda".
-        options: of `fully_shard`, and `modules`: classes of modules that are sharded one by one.
-
-    Raises:
-        UsageError: options of another FSDP.
+    `options` are those of `fully_shard`, and `modules`: classes of modules that are sharded one by
+    one. UsageError at options of another FSDP.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -110,11 +105,7 @@ def put_shards_back(models: Iterable[nn.Module]) -> None:
 
 
 def check_shards(name: str, tensor: torch.Tensor, world_size: int) -> None:
-    """Refuse what cannot be saved and read again at another world size.
-
-    Raises:
-        UsageError: naming the tensor.
-    """
+    """Refuse what cannot be saved and read again at another world size."""
     if not is_dtensor(tensor):
         raise UsageError(
             f"{name} is not sharded, while other parameters are: call fully_shard on the whole "
@@ -171,9 +162,8 @@ def rows_of(tensor: torch.Tensor, rank: int) -> RowRange | None:
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
     """Return a number that ranks with the same part of these tensors share, and no others do.
 
-    Returns:
-        This rank's place along the dimensions of the mesh that the first one that is cut is cut
-        over; 0 if none is.
+    It is this rank's place along the dimensions of the mesh that the first one that is cut is cut
+    over; 0 if none is.
     """
     for tensor in tensors:
         if is_dtensor(tensor) and is_sharded(tensor):
@@ -223,13 +213,9 @@ def _dim_of(tensor: DTensor) -> int:
 
 @lru_cache(maxsize=4096)
 def _spread(rows: int, ranks: tuple[int, ...], shape: tuple[int, ...], dim: int) -> Spread:
-    """Return the rows that each rank answers for.
+    """Return the rows that each rank answers for of a tensor cut along a dimension of this mesh.
 
-    Args:
-        rows: of the tensor.
-        ranks: of the mesh, its last dimension first to change.
-        shape: of the mesh.
-        dim: of the mesh, along which the tensor is cut.
+    Of `ranks` the mesh's last dimension changes first.
     """
     places = torch.arange(len(ranks)).reshape(shape).movedim(dim, 0).reshape(shape[dim], -1)
     found = [RowRange(0, 0)] * (max(ranks) + 1)
@@ -263,11 +249,7 @@ def with_held(skeleton: bytes, held: Held) -> bytes:
 
 
 def without_held(text: bytes) -> tuple[bytes, Held | None]:
-    """Return a skeleton as `with_held` got it, and the rows beside it; None for all.
-
-    Raises:
-        Exception: these are no such bytes.
-    """
+    """Return a skeleton as `with_held` got it, and the rows beside it; None for all."""
     found = torch.load(io.BytesIO(text), weights_only=True)
     if found[0] != WITH_HELD:
         return text, None
@@ -283,10 +265,7 @@ def without_held(text: bytes) -> tuple[bytes, Held | None]:
 def places_of(skeleton: Any, ours: Mapping[str, Any]) -> dict[int, DTensor]:
     """Return which tensors of a saved state are cut here, by number, each with one that lies so.
 
-    Args:
-        skeleton: of the saved state's objects.
-        ours: the same objects' state, as it is here now. Optimizers that have not stepped yet have
-            none: theirs lies as the parameters do.
+    Optimizers that have not stepped yet have no state in `ours`: theirs lies as the parameters do.
     """
     found: dict[int, DTensor] = {}
 
@@ -312,11 +291,7 @@ def places_of(skeleton: Any, ours: Mapping[str, Any]) -> dict[int, DTensor]:
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """Stands for a container in which tensors of this one's shape lie as it does.
-
-    Attributes:
-        tensor: a parameter, for what an optimizer keeps of it.
-    """
+    """Stands for a container in which tensors of this one's shape lie as it does."""
 
     tensor: torch.Tensor
 

@@ -27,7 +27,6 @@ class OptimizerUnit:
     """The parameters that one prepared optimizer steps; buckets never mix units.
 
     Attributes:
-        name: for people.
         parameters: (name, parameter) of those that require gradients.
         shared: more that the optimizer steps, which are another unit's already.
     """
@@ -74,16 +73,10 @@ class TrainState:
         self._unused_scalers: list[Any] = []
 
     def register(self, name: str, thing: Stateful, *, is_own: bool = False) -> None:
-        """Add an object of the user's own.
+        """Add an object of the user's own; UsageError if it has no state, or the name is taken.
 
-        Args:
-            name: of it in the run's state.
-            thing: the object.
-            is_own: ranks may have other values, such as who writes files and shows progress. Who
-                joins gets the leader's.
-
-        Raises:
-            UsageError: it cannot give or take its state, or the name is taken by another one.
+        If it `is_own`, ranks may have other values, such as who writes files and shows progress.
+        Who joins gets the leader's.
         """
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
@@ -114,11 +107,7 @@ class TrainState:
         return [number for number, one in self._trained.items() if not one.requires_grad]
 
     def check_known(self, units: Mapping[int, OptimizerUnit]) -> None:
-        """Refuse parameters that want gradients, and that none of these units has.
-
-        Raises:
-            UsageError: naming them.
-        """
+        """Refuse parameters that want gradients, and that none of these units has."""
         known = {id(p) for unit in units.values() for _, p in unit.parameters}
         unknown = [
             name
@@ -232,9 +221,8 @@ class TrainState:
     def copied(self, *, weights: bool) -> State:
         """Return the state in containers and tensors of its own.
 
-        Args:
-            weights: copy parameters, too, what optimizers know of them, and registered modules; if
-                not, they are the live ones.
+        Without `weights`, parameters, what optimizers know of them, and registered modules are live
+        ones.
         """
         state, live = self.take(), []
         if not weights:
@@ -245,14 +233,9 @@ class TrainState:
         return deepcopy(state, {id(one): one for one in live})
 
     def put(self, state: State, *, own: bool = True) -> None:
-        """Make this state ours.
+        """Make this state ours, of `own` objects too.
 
-        Args:
-            state: taken from the same objects.
-            own: also of those that each rank may have otherwise.
-
-        Raises:
-            UsageError: it is the state of other objects; nothing was changed then.
+        UsageError if it is of other objects; nothing was changed then.
         """
         mine = self.take()
         if len(state["models"]) == len(self.models):
