@@ -166,12 +166,7 @@ turns others into one without a word."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name from its module on first use.
-
-    Raises:
-        AttributeError: the package has no such name.
-        ImportError: Ray has it, and the message names what to use instead.
-    """
+    """Load a name from its module on first use."""
     if name in _NOT_HERE:
         raise ImportError(
             f"elastic.data.{name}: Ray has it, and there is none here: {_NOT_HERE[name]}"

@@ -36,11 +36,7 @@ OF_PASSES = ("prefetch_batches", "prefetch_blocks", "pin_memory", "global_batch_
 
 
 def check_others(what: str, others: Mapping[str, Any], *more: str) -> None:
-    """Refuse arguments that are neither Ray's nor ours.
-
-    Raises:
-        UsageError: an argument is unknown.
-    """
+    """Refuse arguments that are neither Ray's nor ours."""
     unknown = sorted(set(others) - NO_EFFECT - set(more))
     if unknown:
         raise UsageError(f"Dataset.{what}: unknown arguments: {', '.join(unknown)}")

@@ -28,20 +28,12 @@ EXTRA = "pip install 'elastic-torch[data]'"
 
 
 def arrow() -> Any:
-    """Return the module pyarrow.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Return the module pyarrow; UsageError if it is not installed."""
     return _needed("pyarrow", "elastic.data reads with pyarrow")
 
 
 def pandas() -> Any:
-    """Return the module pandas.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Return the module pandas; UsageError if it is not installed."""
     return _needed("pandas", "this needs pandas")
 
 
@@ -70,11 +62,7 @@ def names_of(given: str | Sequence[str]) -> list[str]:
 
 
 def check_columns(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuse columns that rows do not have.
-
-    Raises:
-        UsageError: there is no such column.
-    """
+    """Refuse columns that rows do not have."""
     known = list(known)
     missing = [name for name in names if name not in known]
     if missing:
@@ -154,16 +142,7 @@ def alike(one: Batch, other: Batch) -> tuple[Batch, Batch]:
 
 
 def check_size(size: Any, what: str, name: str = "batch_size") -> int | None:
-    """Return a number of rows, or None.
-
-    Args:
-        size: the number.
-        what: the function that it was given to.
-        name: of the argument.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Return a number of rows, or None; UsageError if the argument of this name is neither."""
     if size is None:
         return None
     is_number = hasattr(size, "__index__") and not isinstance(size, bool)  # NumPy's, too.
@@ -208,11 +187,7 @@ def to_format(batch: Batch, name: str) -> Any:
 
 
 def check_format(name: str | None, what: str) -> str:
-    """Return the name of a format, if valid; None is "default".
-
-    Raises:
-        UsageError: there is no such format.
-    """
+    """Return the name of a format, if valid; None is "default"."""
     name = name or "default"
     if name not in FORMATS:
         raise UsageError(f"{what}: batch_format={name!r}: expected one of {', '.join(FORMATS)}")
@@ -361,11 +336,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def to_table(batch: Batch) -> Any:
-    """Return a pyarrow table.
-
-    Raises:
-        UsageError: a column holds values that Arrow cannot store.
-    """
+    """Return a pyarrow table; UsageError if a column holds values that Arrow cannot store."""
     pa = arrow()
     if not isinstance(batch, dict):
         return batch
@@ -465,11 +436,7 @@ def to_pandas(batch: Batch) -> Any:
 
 
 def taken_from(value: Any, what: str) -> Batch:
-    """Return the result of a user's function as a batch.
-
-    Raises:
-        UsageError: it is not a batch, or its columns differ in length.
-    """
+    """Return the result of a user's function as a batch; UsageError if it is none."""
     pa = arrow()
     if isinstance(value, pa.RecordBatch):
         return pa.Table.from_batches([value])
@@ -555,15 +522,9 @@ def of_rows(rows: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def to_torch(batch: Batch, dtypes: Any = None, device: Any = None) -> dict[str, Any]:
-    """Return a dict of tensors.
+    """Return a dict of tensors, of a torch.dtype for all columns, or by a dict, on a device.
 
-    Args:
-        batch: whose columns are numbers.
-        dtypes: a torch.dtype for all columns, or a dict by name.
-        device: of the tensors, None for the CPU.
-
-    Raises:
-        UsageError: a column cannot be a tensor, or `dtypes` names one that is not there.
+    UsageError if a column cannot be a tensor, or `dtypes` names one that is not there.
     """
     import torch
 

@@ -103,16 +103,9 @@ class FeederServer:
     def __init__(
         self, host: str, key: str, *, tls: PeerTls | None = None, ports: PortRange = ANY_PORT
     ) -> None:
-        """Listen, and serve from here on.
+        """Listen at this node's address for others, and serve from here on.
 
-        Args:
-            host: this node's address for other nodes.
-            key: the secret.
-            tls: of this node, None if it has no certificate of the cluster.
-            ports: the range of the port.
-
-        Raises:
-            OSError: this machine does not have the address, or no port is free.
+        Without the cluster's certificates `tls` is None. OSError if no port is free.
         """
         made = OwnCertificate() if tls is None and not is_loopback(host) else None
         fingerprint = made.fingerprint if made is not None else ""
@@ -164,14 +157,7 @@ class FeederOnNode:
     def __init__(
         self, address: str, fingerprint: str, key: str, tls: PeerTls | None = None
     ) -> None:
-        """Connect nowhere yet.
-
-        Args:
-            address: "host:port".
-            fingerprint: of the certificate that it made, "" for none.
-            key: the secret.
-            tls: of this node, None if it has no certificate of the cluster.
-        """
+        """Connect nowhere yet; the fingerprint is of the certificate that it made, "" for none."""
         self._address, self._fingerprint = address, fingerprint
         self._key, self._tls = _bound_to(key, fingerprint), tls
         self._lock = threading.Lock()
@@ -182,10 +168,8 @@ class FeederOnNode:
     def connect(self, number: int) -> Iterator[socket.socket]:
         """Open a connection, on which operations and then requests may be sent.
 
-        Raises:
-            NotAuthorized: it does not know the secret.
-            Refused: its versions differ from ours, or it has too many connections.
-            OSError: it cannot be reached.
+        NotAuthorized if it does not know the secret; Refused if its versions differ from ours, or
+        it has too many connections; OSError if it cannot be reached.
         """
         tls = lock_of(self._tls, self._address, self._fingerprint)
         with connecting(self._address, tls, self._begun) as sock:
@@ -220,15 +204,7 @@ class FeedersOnNodes:
     def __init__(
         self, run_path: str, job_id: str, key: str, *, highest: int, tls: PeerTls | None = None
     ) -> None:
-        """Look nowhere yet.
-
-        Args:
-            run_path: the run directory.
-            job_id: of the job that is fed.
-            key: the secret.
-            highest: number of feeders, at most.
-            tls: of this node, None if it has no certificate of the cluster.
-        """
+        """Look nowhere yet for the feeders of this job, at most `highest`."""
         self.highest = highest
         self._files, self._name = Files(run_path), addresses_file(job_id)
         self._key, self._tls = key, tls
@@ -236,12 +212,7 @@ class FeedersOnNodes:
         self._next_look = 0.0
 
     def names(self) -> Sequence[str]:
-        """Return the addresses of the present ones.
-
-        Raises:
-            StorageError: the run directory cannot be read.
-            ValueError: the file is damaged.
-        """
+        """Return the addresses of the present ones."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if self._files.exists(self._name):

@@ -69,12 +69,7 @@ class Feeder(Protocol):
     """One feeder."""
 
     def connect(self, number: int) -> AbstractContextManager[socket.socket]:
-        """Open one of its `CONNECTIONS`; it ends with the block.
-
-        Raises:
-            OSError: it cannot be reached.
-            ElasticError: it refuses.
-        """
+        """Open one of its `CONNECTIONS`, for a block; OSError or ElasticError if that fails."""
         ...
 
     def close(self) -> None:
@@ -205,9 +200,7 @@ class Feeders:
     def __init__(self, operations: Sequence[Sequence[Operation]], source: FeederSource) -> None:
         """Look for feeders; until some are ready, the training process computes batches.
 
-        Args:
-            operations: for the rows of each part of a table.
-            source: of the feeders.
+        Each part of a table has operations of its own.
         """
         self.depth = max(2, source.highest)
         self._source = source
@@ -244,13 +237,7 @@ class Feeders:
             return key in self._requests
 
     def request(self, key: int, rows: Gathered, position: Position) -> None:
-        """Request a batch.
-
-        Args:
-            key: identifies the batch, and seeds its random operations.
-            rows: the input rows.
-            position: when it is needed.
-        """
+        """Request a batch of these rows; its key seeds random operations."""
         pickled = pickle.dumps((key, rows), protocol=5)
         with self._changed:
             self._requests.add(key, pickled, position)
@@ -467,8 +454,6 @@ class Processes:
 def beside(low: int, high: int | None = None) -> Callable[[], FeederSource] | None:
     """Return what makes a source of processes beside this one, None for no feeders.
 
-    Args:
-        low: how many are started.
-        high: how many there may be if training waits for data; None for `low`.
+    There may be `high` of them if training waits for data; None for no more than `low`.
     """
     return (lambda: Processes(low, max(low, high or low))) if high or low else None

@@ -57,12 +57,8 @@ class File:
 def filesystem_of(path: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
     """Return the file system of a path, and the path within it.
 
-    Args:
-        path: "s3://anonymous@bucket/key", as Ray's examples have it, is read without credentials.
-        options: for the file system.
-
-    Raises:
-        UsageError: there is none for such a path, or its package is missing.
+    "s3://anonymous@bucket/key", as Ray's examples have it, is read without credentials. UsageError
+    if there is none for such a path, or its package is missing.
     """
     if ANONYMOUS in path:
         path = path.replace(ANONYMOUS, "://", 1)
@@ -85,15 +81,9 @@ def find_files(
 ) -> list[File]:
     """Return the files of paths, globs and folders, sorted within each of these.
 
-    Args:
-        paths: one or several; a folder means all files below it, except those whose name, or
-            whose folder's name, starts with "." or "_".
-        extensions: of files in a folder or a glob, such as [".csv"]; None for all.
-        options: for the file system, such as {"anon": True}.
-
-    Raises:
-        DataError: a path matches no file, or cannot be listed.
-        UsageError: there are no paths.
+    A folder means all files below it with one of these extensions, such as [".csv"], None for all;
+    except those whose name, or whose folder's name, starts with "." or "_". DataError if a path
+    matches no file.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
@@ -161,8 +151,7 @@ def _stamp(info: dict[str, Any]) -> str:
 def check_unchanged(before: Sequence[File], now: Sequence[File], name: str) -> None:
     """Refuse a listing that differs from the one at the start of the run.
 
-    Raises:
-        DataError: names the first file that was added, removed or changed.
+    The DataError names the first file that was added, removed or changed.
     """
     if list(before) == list(now):
         return
@@ -206,11 +195,7 @@ class Reader:
         self._lock = threading.Lock()
 
     def check(self, file: File) -> tuple[Any, str]:
-        """Check once that a file is unchanged; return its file system and its path there.
-
-        Raises:
-            DataError: it has changed, or was removed.
-        """
+        """Check once that a file is unchanged; return its file system and its path there."""
         fs, path = filesystem_of(file.path, self.options)
         if file not in self._checked:
             try:
@@ -224,11 +209,7 @@ class Reader:
         return fs, path
 
     def read(self, file: File, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes of a file from `start` to `stop`.
-
-        Raises:
-            DataError: it has changed, or cannot be read.
-        """
+        """Return the bytes of a file from `start` to `stop`; DataError if it has changed."""
         fs, path = self.check(file)
         try:
             found = bytes(fs.cat_file(path, start=start, end=stop))
@@ -244,12 +225,8 @@ class Reader:
     def open(self, file: File, compression: str | None = None) -> Any:
         """Open a file for sequential reading, decompressed.
 
-        Args:
-            file: the file.
-            compression: Arrow's name of a codec, such as "gzip"; None for that of the file's name.
-
-        Raises:
-            DataError: it has changed, or cannot be opened.
+        The codec has Arrow's name, such as "gzip"; None for that of the file's name. DataError if
+        it has changed, or cannot be opened.
         """
         fs, path = self.check(file)
         self._count(file.size)
@@ -272,14 +249,7 @@ class RangedFile(io.RawIOBase):
     """A file of which one range is fetched in advance, in one request; the rest on demand."""
 
     def __init__(self, reader: Reader, file: File, start: int, stop: int) -> None:
-        """Fetch the range.
-
-        Args:
-            reader: reads the file, and counts the bytes.
-            file: the file.
-            start: offset of the range, in bytes.
-            stop: end of the range, exclusive.
-        """
+        """Fetch the range; `reader` counts the bytes."""
         super().__init__()
         self._reader = reader
         self._file = file

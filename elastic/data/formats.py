@@ -231,9 +231,8 @@ class Lines(FileSource):
     def _parsed(self, text: bytes) -> Any:
         """Return the rows of some lines, with the types that columns had before.
 
-        Raises:
-            ArrowInvalid: they are no JSON or no UTF-8, or have a new column or values of another
-                type.
+        ArrowInvalid if they are no JSON or no UTF-8, or have a new column or values of another
+        type.
         """
         import pyarrow.json as arrow_json
 

@@ -131,11 +131,7 @@ class EpochOrder:
         return np.concatenate(found)
 
     def find(self, places: Ints) -> Found:
-        """Return the locations of the rows at these places.
-
-        Args:
-            places: each from 0 to N - 1.
-        """
+        """Return the locations of the rows at these places, each from 0 to N - 1."""
         lane, offset = self._in_lanes(places)
         line = np.empty_like(offset)
         for number in np.unique(lane).tolist():

@@ -53,8 +53,7 @@ class Moments:
 def floats_of(values: Any) -> Any:
     """Return a pandas Series, or an array, as an array of float64; NaN where one is missing.
 
-    Raises:
-        TypeError or ValueError: they are not numbers.
+    TypeError or ValueError if they are not numbers.
     """
     if hasattr(values, "to_numpy"):
         return values.to_numpy(dtype=np.float64, na_value=np.nan)

@@ -211,11 +211,7 @@ class Zip(Node):
     """The columns of two parents, row by row; duplicate names of the second get "_1", "_2", ...."""
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order.
-
-        Raises:
-            UsageError: the parents differ in length.
-        """
+        """Yield all rows in order; UsageError if the parents differ in length."""
         one, two = (batched(parent.stream(), 1024) for parent in self.parents)
         while True:
             left, right = next(one, None), next(two, None)
@@ -270,13 +266,10 @@ Keep = Callable[[Node], Part]
 
 
 def table_of(node: Node, keep: Keep, *, travels: bool = False, counts: bool = False) -> Table:
-    """Return a dataset as a table.
+    """Return a dataset as a table; `keep` is for nodes without random access.
 
-    Args:
-        node: the dataset.
-        keep: for nodes without random access.
-        travels: other processes will read it, so that rows in memory are stored, too.
-        counts: only the number of rows matters: no function is tried, and nothing shuffled.
+    If it `travels`, other processes will read it, so that rows in memory are stored, too. If only
+    the number of rows `counts`, no function is tried, and nothing shuffled.
     """
     begin_pass(node)
     shuffle = _shuffle_of(node)
@@ -376,9 +369,6 @@ def _types_of(node: Node) -> dict[str, Any]:
     """Return the types of a node's columns by name, as its first rows have them; or none.
 
     Functions are tried as in `_types_in`, and no query is executed a second time.
-
-    Raises:
-        StorageError: the rows cannot be read.
     """
     for one in nodes_of(node):
         if isinstance(one, Apply) and _is_costly(one.operation):
@@ -511,11 +501,7 @@ def _nearby(node: Node, files: Files, folder: str) -> Part:
 
 
 def write_part(batches: Iterator[Batch], files: Files, folder: str) -> Part:
-    """Write rows to parquet files in a folder, for random access.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
+    """Write rows to parquet files in a folder, for random access."""
     for left in files.list(f"{folder}/*.parquet"):  # By an attempt that was killed.
         files.delete(left)
     numbers = itertools.count()
@@ -530,10 +516,8 @@ def write_part(batches: Iterator[Batch], files: Files, folder: str) -> Part:
 def counted(node: Node, *, by_functions: bool) -> int:
     """Return the number of rows of a dataset, if possible without reading them.
 
-    Args:
-        node: the dataset.
-        by_functions: call functions of batches, which may return another number of rows; else
-            they are taken to keep it, as training has it.
+    Functions of batches are called `by_functions`, as they may return another number of rows; else
+    they are taken to keep it, as training has it.
     """
 
     class Unknown(Exception):

@@ -70,9 +70,8 @@ class Operation:
     def apply(self, batch: Batch) -> Batch:
         """Apply the operation to some rows.
 
-        Raises:
-            UsageError: a user's function returned an invalid value.
-            Exception: that of the user's function, with a note about the row or batch.
+        UsageError if a user's function returned an invalid value; what it raises has a note about
+        the row or batch.
         """
         raise NotImplementedError
 
@@ -209,11 +208,7 @@ class Evaluated(Operation):
     """Base class: an operation by expressions, see expressions.py."""
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows after the operation.
-
-        Raises:
-            UsageError: an expression names a column that is not there, or cannot be computed.
-        """
+        """Return the rows after the operation; UsageError if an expression cannot be computed."""
         return self._at(to_table(batch), 0)
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -459,11 +454,7 @@ class Decode(Operation):
         return found if self.drops_path else {**found, "path": paths}
 
     def decode(self, content: bytes, path: str) -> Any:
-        """Return an image as an array.
-
-        Raises:
-            DataError: it is broken.
-        """
+        """Return an image as an array; DataError if it is broken."""
         import io
 
         from PIL import Image

@@ -219,15 +219,7 @@ def check_schema(
 ) -> None:
     """Refuse a file whose columns differ from those of the first, but for those without a value.
 
-    Args:
-        before: the first file, and its schema.
-        file: another one.
-        found: its schema.
-        columns: those that are read, None for all.
-        casts: those that may have any type.
-
-    Raises:
-        DataError: names the file and the column.
+    `casts` may have any type. The DataError names the file and the column.
     """
     first, expected = before
     twice = [name for name in found.names if found.names.count(name) > 1]

@@ -37,13 +37,7 @@ class Rows:
     def __init__(
         self, table: Table, lanes: Lanes, *, feeders: Callable[[], FeederSource] | None = None
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            table: the rows.
-            lanes: their order.
-            feeders: makes a source of processes that compute batches ahead, None for none.
-        """
+        """Read nothing yet; `feeders` makes a source of processes that compute batches ahead."""
         self.lanes = lanes
         self._table = table
         self._reader: TableReader | None = None
@@ -78,13 +72,7 @@ class Rows:
         return self.get(epoch, places, self._following(epoch, places))
 
     def get(self, epoch: int, places: Any, ahead: Wanted = ()) -> Batch:
-        """Return rows of an epoch.
-
-        Args:
-            epoch: the pass over the data.
-            places: numbers from 0 to N - 1.
-            ahead: what will be requested next.
-        """
+        """Return rows of an epoch by their places; `ahead` will be requested next."""
         feeders = self._feeders
         if feeders is None:
             return self.compute(epoch, places)

@@ -83,8 +83,7 @@ class Source:
     def listing(self) -> Listing:
         """Return files and blocks; computed once.
 
-        Raises:
-            DataError: a file cannot be read, or has another schema than the first.
+        DataError if a file cannot be read, or has another schema than the first.
         """
         if self._listing is None:
             self._listing = self._check()
@@ -94,11 +93,7 @@ class Source:
         return Listing()
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return the rows of a block.
-
-        Raises:
-            DataError: its file has changed, or cannot be read.
-        """
+        """Return the rows of a block; DataError if its file has changed, or cannot be read."""
         raise NotImplementedError(self.name)
 
     def stream(self) -> Iterator[Batch]:
@@ -159,11 +154,7 @@ class FileSource(Source):
         return self.on_error == "skip"
 
     def files(self) -> list[File]:
-        """List the files.
-
-        Raises:
-            DataError: folders give some of them other columns than the first.
-        """
+        """List the files; DataError if folders give some of them other columns than the first."""
         found = find_files(self.paths, self.extensions, self.options)
         if self.shuffle is not None:
             random.Random(seed_of(self.shuffle)).shuffle(found)
@@ -243,11 +234,7 @@ def with_columns(batch: Batch, values: Mapping[str, Any]) -> Batch:
 
 
 def check_on_error(value: str, what: str) -> None:
-    """Refuse a value other than "raise" and "skip".
-
-    Raises:
-        UsageError: the value is invalid.
-    """
+    """Refuse a value other than "raise" and "skip"."""
     if value not in ("raise", "skip"):
         raise UsageError(f"{what}: on_error={value!r}: expected 'raise' or 'skip'")
 

@@ -139,13 +139,8 @@ Coder = Callable[[dict[str, Any]], dict[str, Any]]
 def coders_of(given: Any, default: Callable[..., dict[str, Any]]) -> list[Coder]:
     """Return the functions that `decoder=` or `encoder=` names.
 
-    Args:
-        given: True for the default, None or False for none, the name of a form, such as "PIL", a
-            function of a sample, or several of these.
-        default: takes a sample, and `form`.
-
-    Raises:
-        UsageError: it is none of these.
+    True is the default, and the name of a form, such as "PIL", an argument of it; None is none.
+    Others are functions of a sample.
     """
     several = given if isinstance(given, (list, tuple)) else [given]
     found: list[Coder] = []
@@ -162,12 +157,8 @@ def coders_of(given: Any, default: Callable[..., dict[str, Any]]) -> list[Coder]
 def decoded(sample: Mapping[str, Any], form: Any = True) -> dict[str, Any]:
     """Return a sample with values by the endings of their columns: text, numbers, arrays, images.
 
-    Args:
-        sample: bytes by ending; those of other endings stay.
-        form: "PIL" for images of Pillow; arrays otherwise.
-
-    Raises:
-        UsageError: a member is a pickle, which runs code.
+    Those of other endings stay bytes. The form "PIL" is for images of Pillow; arrays otherwise.
+    UsageError if a member is a pickle, which runs code.
     """
     found = dict(sample)
     for name, content in sample.items():
@@ -235,8 +226,7 @@ def encoded(sample: Mapping[str, Any], form: Any = True) -> dict[str, Any]:
 def write_tar(output: Any, rows: Iterable[Mapping[str, Any]], encoders: Sequence[Coder]) -> None:
     """Write rows as samples; those without "__key__" are named by their numbers.
 
-    Raises:
-        UsageError: a value is no bytes after the encoders.
+    UsageError if a value is no bytes after the encoders.
     """
     with tarfile.open(fileobj=output, mode="w|") as stream:
         for number, row in enumerate(rows):

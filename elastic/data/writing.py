@@ -92,11 +92,7 @@ class WriteTarget:
     _uuid: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def name_of_rows(self, rows: Batch | None, ending: str) -> str:
-        """Return the name of the next file, whose first rows are known.
-
-        Raises:
-            UsageError: another file was given the same.
-        """
+        """Return the name of the next file by its first rows; UsageError if another one has it."""
         number = len(self.written)
         if self.provider is None:
             return self._given(f"part-{self.first + number:05d}.{ending}")
@@ -128,9 +124,6 @@ def writing_to(
 
     Files that are replaced are deleted once the block has written all: it may read from them. If it
     fails, what it has written is deleted.
-
-    Raises:
-        UsageError: an argument is unknown, or there are files and must not be.
     """
     filesystem, mode = others.pop("filesystem", None), others.pop("mode", SaveMode.APPEND)
     provider = others.pop("filename_provider", None)
@@ -250,17 +243,7 @@ def write_parquet(
     name_of: Callable[[Any], str],
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write rows to parquet files of moderate row groups.
-
-    Args:
-        batches: the rows.
-        files: the directory.
-        name_of: returns the name of a file, given its first rows.
-        options: of pyarrow.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
+    """Write rows to parquet files of moderate row groups; files are named by their first rows."""
     groups = _row_groups(batches)
     first = next(groups, None)
     while first is not None:
@@ -274,17 +257,7 @@ def write_partitions(
     columns: Sequence[str],
     options: Mapping[str, Any],
 ) -> None:
-    """Write rows to parquet files in folders of the values of columns, such as "year=2024/".
-
-    Args:
-        batches: the rows.
-        target: of the folders.
-        columns: of the folders.
-        options: of pyarrow.
-
-    Raises:
-        UsageError: there is no such column.
-    """
+    """Write rows to parquet files in folders of the values of columns, such as "year=2024/"."""
     files, rows_per_file = target.files, target.rows_per_file
     dataset = __import__("pyarrow.dataset").dataset
     tables = _row_groups(batches)
@@ -371,11 +344,7 @@ def _in_pieces(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def json_of(row: Mapping[str, Any]) -> str:
-    """Return a row as a JSON object: bytes as texts, times too, and null for NaN.
-
-    Raises:
-        UsageError: a column holds bytes that are no text.
-    """
+    """Return a row as a JSON object: bytes as texts, times too, and null for NaN."""
     try:
         return json.dumps(row, default=_as_json, allow_nan=False)
     except ValueError:  # Of a NaN, or of bytes.

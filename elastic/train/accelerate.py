@@ -188,11 +188,7 @@ class _InGroup(Accelerator):
             engine.register(f"{type(thing).__name__} {len(engine.state.registered)}", thing)
 
     def set_trigger(self) -> None:
-        """Refuse what one worker would decide for itself.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse what one worker would decide for itself."""
         raise UsageError(NO_TRIGGER.format("set_trigger"))
 
     def check_trigger(self) -> bool:
@@ -286,11 +282,7 @@ class _Loader:
         return self._prepare()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass.
-
-        Raises:
-            UsageError: it is used for training outside of `train.epochs()`.
-        """
+        """Begin a pass; UsageError if it is used for training outside of `train.epochs()`."""
         if not _is_trained(self._engine):
             return iter(self._whole)
         if not self._engine.has_begun:

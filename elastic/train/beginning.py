@@ -41,9 +41,7 @@ def announced(plan: RunPlan, *, job_of: JobOf) -> Iterator[RunAttempt]:
 def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
     """Return the path of the checkpoint that a new run starts from, "" for none.
 
-    Raises:
-        UsageError: it does not exist.
-        DamagedCheckpoint: a file of it differs from what was committed.
+    UsageError if it does not exist; DamagedCheckpoint if it is not what was committed.
     """
     if checkpoint is None:
         return ""
@@ -62,20 +60,14 @@ def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
 def begin_here(plan: RunPlan) -> dict[str, str]:
     """Claim the directory of a run in this process; return the fields of `LocalRun` that it sets.
 
-    Raises:
-        NameTaken: the directory exists, and is not to be resumed.
-        StorageError: it cannot be created.
+    NameTaken if the directory exists, and is not to be resumed.
     """
     with announced(plan, job_of=lambda job_id: None) as begun:
         return _fields(plan, plan.job_id, begun.resume_from)
 
 
 def begin_again(plan: RunPlan) -> dict[str, str]:
-    """Continue in the directory of a run whose processes torchrun has restarted.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Continue in the directory of a run whose processes torchrun has restarted."""
     run = RunDirectory(plan.run_path)
     record = read_run(run.files)
     found = newest_valid(run, print_stderr)

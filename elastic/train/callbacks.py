@@ -37,12 +37,7 @@ class CallbackRunner:
     """Calls the callbacks of one attempt; used by the driver's thread."""
 
     def __init__(self, callbacks: Sequence[UserCallback], run_context: TrainRunContext) -> None:
-        """Prepare the runner; `begin` skips the reports of earlier attempts.
-
-        Args:
-            callbacks: if empty, nothing is read.
-            run_context: of the run.
-        """
+        """Prepare the runner; `begin` skips the reports of earlier attempts."""
         self._callbacks, self._context = callbacks, run_context
         self._run = RunDirectory(run_context.path)
         self._readers: dict[int, MetricsReader] = {}
@@ -68,12 +63,7 @@ class CallbackRunner:
             self._deliver(is_over=False)
 
     def failed(self, failures: int, errors: Callable[[], Mapping[int, Exception]]) -> None:
-        """Deliver a failure, once.
-
-        Args:
-            failures: how many there were so far.
-            errors: returns what the last one raised.
-        """
+        """Deliver a failure, once; `errors` returns what the last one raised."""
         if not self._callbacks or failures <= self._progress.failures:
             return
         self._progress.failures = failures

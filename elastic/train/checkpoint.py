@@ -36,11 +36,7 @@ ReportedCheckpointStatus = CheckpointStatus
 
 
 def metadata_text(metadata: Mapping[str, Any], what: str) -> str:
-    """Return metadata as JSON.
-
-    Raises:
-        UsageError: it is not JSON-serializable; begins with `what`.
-    """
+    """Return metadata as JSON; a UsageError begins with `what`."""
     try:
         return json.dumps(dict(metadata))
     except (TypeError, ValueError) as error:

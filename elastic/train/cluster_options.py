@@ -29,12 +29,7 @@ WITHOUT_EFFECT = frozenset({
 
 
 def check_unknown(rest: Mapping[str, Any]) -> None:
-    """Refuse unknown arguments, and those that would change the meaning of a script.
-
-    Raises:
-        UsageError: `local_mode`.
-        TypeError: the argument is unknown to Ray, too.
-    """
+    """Refuse arguments that Ray has not either, and those that would change a script's meaning."""
     for name in rest:
         if name == "local_mode":
             raise UsageError(
@@ -48,11 +43,7 @@ def check_unknown(rest: Mapping[str, Any]) -> None:
 def offered(
     num_cpus: float | None, num_gpus: float | None, resources: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the resources that the script's own cluster offers, {} for those detected.
-
-    Raises:
-        ConfigError: an amount is invalid; names it.
-    """
+    """Return the resources that the script's own cluster offers, {} for those detected."""
     amounts: dict[str, float] = {}
     for name, value in (resources or {}).items():
         if not isinstance(name, str) or not is_number(value) or value < 0:
@@ -85,9 +76,7 @@ def slots(num_workers: int | None, amounts: Mapping[str, float]) -> int:
 def worker_env(runtime_env: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the variables for all workers of a script.
 
-    Raises:
-        ConfigError: it is no mapping, or its variables are not text.
-        UsageError: it has unsupported keys; the message names the alternative.
+    UsageError if there are unsupported keys; the message names the alternative.
     """
     if runtime_env is None:
         return {}

@@ -47,11 +47,7 @@ LABELS = "a dict of str, such as {'zone': 'a'}, or None"
 
 
 def _expect_amounts(config: object, field: str) -> Mapping[str, Any]:
-    """Return a field's amounts of resources by name, {} for None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return a field's amounts of resources by name, {} for None."""
     amounts = expect_names(config, field, AMOUNTS)
     if not all(is_number(amount) for amount in amounts.values()):
         refuse(config, field, AMOUNTS)

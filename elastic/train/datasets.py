@@ -71,8 +71,7 @@ def tables_for(
 ) -> Given:
     """List the contents of all datasets, and record them with the run.
 
-    Raises:
-        DataError: a file cannot be read, or the run was started with other contents.
+    DataError if a file cannot be read, or the run was started with other contents.
     """
     run = Files(run_path)
     tables = {
@@ -165,12 +164,6 @@ class DatasetShard(DataIterator):
     """One dataset of the trainer, as this worker sees it."""
 
     def __init__(self, name: str, given: Given) -> None:
-        """Read nothing yet.
-
-        Args:
-            name: of the dataset.
-            given: all of the trainer's.
-        """
         self._name, self._config = name, given.config
         self._is_split = given.config.splits(name)
         context = require_context("train.get_dataset_shard")
@@ -342,16 +335,7 @@ class ShardBatches:
         loader: Callable[[int | None, Any], PreparedLoader],
         plain: Callable[[bool], Iterator[Any]],
     ) -> None:
-        """Take the two sources.
-
-        Args:
-            shard: whose they are.
-            make: makes a batch of rows.
-            batch_size: see above.
-            global_batch_size: see above.
-            loader: for steps of so many rows, whose micro-batches have such a weight.
-            plain: for a pass, by rank or of all rows.
-        """
+        """Take two sources: a loader for steps of so many rows, and a pass, by rank or of all."""
         self._shard, self._make = shard, make
         self.batch_size, self.global_batch_size = batch_size, global_batch_size
         self._loader, self._plain = loader, plain
@@ -378,12 +362,7 @@ class ShardBatches:
                 context.note_step()
 
     def loader(self, global_batch_size: int | None = None, weigh: Any = None) -> PreparedLoader:
-        """Return the loader of the micro-batches of steps.
-
-        Args:
-            global_batch_size: rows of a step, to override our own.
-            weigh: returns the weight of a micro-batch, unless the shard was given one.
-        """
+        """Return the loader of the micro-batches of steps; arguments override our own."""
         return self._loader(global_batch_size or self.global_batch_size, weigh)
 
     def whole(self) -> Again:

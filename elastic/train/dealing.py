@@ -35,12 +35,7 @@ class Order:
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         """Inspect the loader's sampler.
 
-        Args:
-            loader: the user's.
-            seed: of the shuffle.
-
-        Raises:
-            UsageError: the loader has a custom batch sampler, or its sampler has no length.
+        UsageError if it has a custom batch sampler, or one that has no length.
         """
         if loader.batch_sampler is not None and not is_plain(loader.batch_sampler, BatchSampler):
             raise UsageError(
@@ -94,14 +89,7 @@ class RankSampler(DistributedSampler[Any]):
     def __init__(
         self, dataset: Any, order: Order, choose: Callable[[int], None], *, drop_last: bool
     ) -> None:
-        """Start with the whole pass, as rank 0 of 1.
-
-        Args:
-            dataset: the user's.
-            order: of a pass.
-            choose: called with the epoch that a script sets.
-            drop_last: leave samples out, rather than repeat some.
-        """
+        """Start with the whole pass, as rank 0 of 1; `choose` gets the epoch that a script sets."""
         self.dataset, self.drop_last = dataset, drop_last
         self.rank, self.num_replicas, self.epoch = 0, 1, 0
         self._order, self._choose = order, choose
@@ -129,13 +117,7 @@ class RankBatches:
     """
 
     def __init__(self, order: Order, size: int | None, *, drop_last: bool) -> None:
-        """Start with the whole pass, as rank 0 of 1.
-
-        Args:
-            order: of a pass.
-            size: samples of a batch, None if they are not batched.
-            drop_last: leave out a smaller last batch.
-        """
+        """Start with the whole pass, as rank 0 of 1; without a size samples are not batched."""
         self.rank, self.world_size, self.epoch = 0, 1, 0
         self._order, self._drop_last = order, drop_last
         self._size, self._is_batch = size or 1, size is not None

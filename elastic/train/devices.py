@@ -8,11 +8,7 @@ from elastic.train.session import require_context
 
 
 def get_device() -> torch.device:
-    """Return this worker's device: its GPU, `cuda:LOCAL_RANK`, or the CPU if it has none.
-
-    Raises:
-        UsageError: called outside a train function.
-    """
+    """Return this worker's device: its GPU, `cuda:LOCAL_RANK`, or the CPU if it has none."""
     return _devices("get_device")[0]
 
 
@@ -20,9 +16,6 @@ def get_devices() -> list[torch.device]:
     """Return all devices of this worker, one for each of its GPUs.
 
     The other GPUs that the process sees are those of its peers on this node.
-
-    Raises:
-        UsageError: called outside a train function.
     """
     return _devices("get_devices")
 

@@ -22,11 +22,7 @@ DEPTH_MAX = 100
 
 
 def write_dict(data: Mapping[str, Any], directory: Path) -> None:
-    """Write a dict into a directory.
-
-    Raises:
-        UsageError: a value cannot be stored; names its key.
-    """
+    """Write a dict into a directory; UsageError, with the key, if a value cannot be stored."""
     import torch
 
     if not isinstance(data, Mapping):
@@ -40,12 +36,7 @@ def write_dict(data: Mapping[str, Any], directory: Path) -> None:
 
 
 def read_dict(directory: Path) -> dict[str, Any]:
-    """Return the dict that a directory holds; tensors are on the CPU.
-
-    Raises:
-        UsageError: it holds none.
-        StorageError: it cannot be read.
-    """
+    """Return the dict that a directory holds; tensors are on the CPU."""
     import torch
 
     if not (directory / DICT_FILE).is_file():

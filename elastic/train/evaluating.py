@@ -106,12 +106,7 @@ def gather_for_metrics(values: Any, *, loader: EvaluatedLoader | None = None) ->
 
 
 def _by_batch(values: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return the values split by batch.
-
-    Args:
-        values: as `gather_for_metrics` takes them.
-        sizes: samples of our batches.
-    """
+    """Return values, as `gather_for_metrics` takes them, split by the sizes of our batches."""
     if isinstance(values, Mapping):
         parts = {name: _by_batch(one, sizes) for name, one in values.items()}
         return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]

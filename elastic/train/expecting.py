@@ -36,16 +36,7 @@ def is_undrawn(value: object) -> bool:
 
 
 def refuse(config: object, field: str, what: str) -> NoReturn:
-    """Raise the error for a wrong value.
-
-    Args:
-        config: the configuration.
-        field: its name there.
-        what: what was expected in its place.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise the ConfigError for a field's wrong value; `what` was expected in its place."""
     value = getattr(config, field)
     raise ConfigError(f"{type(config).__name__}: {field}={value!r}: expected {what}")
 
@@ -53,29 +44,14 @@ def refuse(config: object, field: str, what: str) -> NoReturn:
 def expect(
     config: object, field: str, kind: type | tuple[type, ...], what: str, *, none: bool = False
 ) -> None:
-    """Refuse a value of another class.
-
-    Args:
-        config: the configuration.
-        field: its name there.
-        kind: the class, or several.
-        what: the same, for the error text.
-        none: None is valid, too.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Refuse a value of another class; `what` says the same in words."""
     value = getattr(config, field)
     if not (isinstance(value, kind) or (none and value is None)):
         refuse(config, field, what)
 
 
 def expect_bool(config: object, field: str) -> None:
-    """Refuse values that are merely truthy or falsy, such as "no".
-
-    Raises:
-        ConfigError: it is no bool.
-    """
+    """Refuse values that are merely truthy or falsy, such as "no"."""
     expect(config, field, bool, "True or False")
 
 
@@ -88,19 +64,7 @@ def take_int(
     high: float = math.inf,
     none: bool = False,
 ) -> None:
-    """Keep a whole number as an int.
-
-    Args:
-        config: the configuration.
-        field: its name there.
-        what: what is expected, in words.
-        low: the smallest valid value.
-        high: the largest.
-        none: None is valid, too.
-
-    Raises:
-        ConfigError: it is something else, or beyond the bounds.
-    """
+    """Keep a whole number within bounds as an int."""
     value = getattr(config, field)
     if none and value is None:
         return
@@ -112,18 +76,7 @@ def take_int(
 def take_seconds(
     config: object, field: str, what: str, *, zero: bool = False, none: bool = False
 ) -> None:
-    """Keep a finite number of seconds as a plain one.
-
-    Args:
-        config: the configuration.
-        field: its name there.
-        what: what is expected, in words.
-        zero: 0 is valid, too.
-        none: None is valid, too.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Keep a finite number of seconds above 0, or from 0 on, as a plain one."""
     value = getattr(config, field)
     if none and value is None:
         return
@@ -133,11 +86,7 @@ def take_seconds(
 
 
 def take_default(config: object, field: str, kind: type) -> None:
-    """Replace None by the default configuration.
-
-    Raises:
-        ConfigError: it is of another class, such as a dict.
-    """
+    """Replace None by the default configuration; refuse other classes, such as a dict."""
     if getattr(config, field) is None:
         _put(config, field, kind())
     expect(config, field, kind, f"a {kind.__name__}, such as {kind.__name__}(...), or None")
@@ -154,11 +103,7 @@ def is_number(value: object) -> bool:
 
 
 def expect_names(config: object, field: str, what: str) -> Mapping[str, Any]:
-    """Return a mapping whose keys are strings, an empty one for None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return a mapping whose keys are strings, an empty one for None."""
     expect(config, field, Mapping, what, none=True)
     names: Mapping[str, Any] = getattr(config, field) or {}
     if not all(isinstance(name, str) for name in names):
@@ -167,11 +112,7 @@ def expect_names(config: object, field: str, what: str) -> Mapping[str, Any]:
 
 
 def expect_environment(config: object, field: str) -> None:
-    """Refuse what cannot be environment variables of a process.
-
-    Raises:
-        ConfigError: it is no mapping, or a variable is invalid; names it.
-    """
+    """Refuse what cannot be environment variables of a process."""
     what = "a dict of environment variables, such as {'NAME': 'value'}"
     expect(config, field, Mapping, what, none=True)
     for key, value in (getattr(config, field) or {}).items():
@@ -186,16 +127,7 @@ def expect_environment(config: object, field: str) -> None:
 
 
 def take_callbacks(config: object, field: str, kind: type) -> None:
-    """Keep callbacks as a tuple, after checking that each accepts its arguments.
-
-    Args:
-        config: the configuration.
-        field: its name there.
-        kind: the class of those that need no check.
-
-    Raises:
-        ConfigError: it is no list, or a callback is invalid; names it.
-    """
+    """Keep callbacks as a tuple; each is of this kind, or accepts its arguments."""
     callbacks = getattr(config, field)
     if callbacks is None:
         callbacks = ()

@@ -35,17 +35,7 @@ class FeederSecret:
 
 
 def feeders_of(spec: JobSpec, job_id: JobId, config: DataConfig, secret: FeederSecret) -> JobSpec:
-    """Return the job of the feeders of another job.
-
-    Args:
-        spec: the job that is fed.
-        job_id: of the feeders' job.
-        config: their number, and the resources of each.
-        secret: known to both jobs.
-
-    Raises:
-        ConfigError: the resources are not valid.
-    """
+    """Return the job of the feeders of another job; the secret is known to both."""
     from elastic.worker.process.entry import pack
 
     place = {"run_path": spec.run_path, "job_id": spec.job_id, "secret": secret}
@@ -112,9 +102,7 @@ def feed(config: Mapping[str, Any]) -> None:
 def feeders_factory(config: DataConfig, secret: FeederSecret | None) -> Callable[[], Any] | None:
     """Return what makes a source of feeders for a dataset of this worker, None for none.
 
-    Args:
-        config: their number.
-        secret: of the feeders' job, None if there is none: then they run beside this worker.
+    Without a secret there is no feeders' job: they run beside this worker.
     """
     from elastic.data.feeders import beside
     from elastic.worker.engine.train_call import current

@@ -133,11 +133,7 @@ def prepare_data_loader(
 
 
 def _check_plain(loader: DataLoader[Any]) -> None:
-    """Refuse a loader that does more in its iteration than torch's, which is read in its place.
-
-    Raises:
-        UsageError: naming its class.
-    """
+    """Refuse a loader that does more in its iteration than torch's, which is read in its place."""
     kind = type(loader)
     if is_torchdatas(kind):
         return
@@ -151,11 +147,7 @@ def _check_plain(loader: DataLoader[Any]) -> None:
 
 
 def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:
-    """Return how streams are cut, "" to choose a way that is always right.
-
-    Raises:
-        UsageError: the way is unknown, or the dataset is not iterable.
-    """
+    """Return how streams are cut, "" to choose a way that is always right."""
     names = [one.value for one in StreamCut]
     if streams is not None and (streams not in names or not is_iterable):
         what = "the dataset is none to be iterated over" if not is_iterable else "no such way"
@@ -169,15 +161,9 @@ def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:
 def num_micro_batches(
     context: WorkerContext, size: int | None, global_batch_size: int | None
 ) -> int:
-    """Return V, the micro-batches of a step.
+    """Return V, the micro-batches of a step, by the size of the largest group.
 
-    Args:
-        context: has the size of the largest group.
-        size: samples of a micro-batch, None if the loader has no batch size.
-        global_batch_size: samples of a step, None for the default.
-
-    Raises:
-        UsageError: the global batch size is no such multiple, or is too small.
+    UsageError if the global batch size is no multiple of a micro-batch's, or is too small.
     """
     if global_batch_size is None:
         return context.max_workers
@@ -224,16 +210,10 @@ class PreparedLoader:
         streams: StreamCut | str | None = None,
         weigh: Weigh | None = None,
     ) -> None:
-        """Wrap a loader.
+        """Wrap a loader, whose samples `deals` splits over the ranks; see `prepare_data_loader`.
 
-        Args:
-            loader: the user's.
-            device: where to move batches, None to leave them.
-            non_blocking: do not wait for copies out of pinned memory.
-            deals: split the samples over the ranks; otherwise the loader does so itself.
-            num_micro_batches: V, of a step.
-            streams: how an iterable dataset is cut into streams, "" to choose; None for others.
-            weigh: returns the weight of a micro-batch in its step.
+        Batches stay where they are without a device. `streams` is how an iterable dataset is cut,
+        "" to choose; None for others.
         """
         self._weigh = weigh
         self._streams = streams

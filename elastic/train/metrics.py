@@ -19,11 +19,7 @@ IN_WORDS = {text: float(text) for text in ("nan", "inf", "-inf")}
 
 
 def to_json(metrics: Mapping[str, Any]) -> str:
-    """Return metrics as a JSON object.
-
-    Raises:
-        UsageError: a metric is not JSON-serializable; names it.
-    """
+    """Return metrics as a JSON object; the UsageError names what is not JSON-serializable."""
     plain = {}
     for name, value in checked(metrics).items():
         value = plain_number(value)
@@ -39,11 +35,7 @@ def to_json(metrics: Mapping[str, Any]) -> str:
 
 
 def from_json(text: str) -> dict[str, Any]:
-    """Return metrics as they were reported.
-
-    Args:
-        text: a JSON object, as `to_json` returns it.
-    """
+    """Return metrics as they were reported, from what `to_json` has returned."""
     return as_reported(json.loads(text))
 
 
@@ -56,11 +48,7 @@ def as_reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return metrics that are a mapping.
-
-    Raises:
-        UsageError: they are something else.
-    """
+    """Return metrics that are a mapping."""
     if not isinstance(metrics, Mapping):
         raise UsageError(
             f"train.report: metrics is a {type(metrics).__name__}, expected a dict such as "

@@ -51,14 +51,9 @@ PartialState.__init__ = _begin_state  # type: ignore[method-assign]
 
 
 def see_one_process(accelerator: Any, what: str) -> None:
-    """Set accelerate's shared state to a single process.
+    """Set accelerate's shared state, of a new Accelerator, to a single process.
 
-    Args:
-        accelerator: newly created.
-        what: the call that needs it, for the error.
-
-    Raises:
-        UsageError: it shards the model, accumulates gradients itself, or splits batches.
+    UsageError if it shards the model, accumulates gradients itself, or splits batches.
     """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in SHARDED:
@@ -89,11 +84,7 @@ def see_one_process(accelerator: Any, what: str) -> None:
 
 
 def take_place() -> bool:
-    """Set accelerate's process index to this worker's present rank.
-
-    Returns:
-        Whether it has become the first one.
-    """
+    """Set accelerate's process index to our present rank; return whether it is the first now."""
     context = require_context("accelerate")
     if context.join is not None:
         return False  # It has none yet.

@@ -80,9 +80,6 @@ def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
 
     A command line may choose another size than its script; a function's job has a size that was not
     chosen for the trainer in it, which would silently train on one worker.
-
-    Raises:
-        UsageError: the function is to be replaced by the trainer itself.
     """
     if context.entry_kind is not EntryKind.FUNCTION:
         return
@@ -122,15 +119,7 @@ def overruled(
     torch_config: TorchConfig,
     environ: Mapping[str, str],
 ) -> str:
-    """Return the settings of a script that have no effect, as a line; "" for none.
-
-    Args:
-        context: this worker's.
-        scaling: the trainer's, as are the next two.
-        run: name, storage path and policies.
-        torch_config: backend and its timeout.
-        environ: the worker's environment, which has the job's minimum size.
-    """
+    """Return the settings of a script that have no effect, as a line; "" for none."""
     parts = [*_known(context, scaling, run, environ)]
     unused = []
     nested = (scaling, run.failure_config, run.checkpoint_config, run, torch_config)

@@ -21,14 +21,7 @@ PARTS = {
 
 
 def refuse(name: str) -> NoReturn:
-    """Explain why something is missing; as an ImportError, which `from ... import` passes on.
-
-    Args:
-        name: one of `PARTS`.
-
-    Raises:
-        ImportError: always.
-    """
+    """Explain why something is missing; as an ImportError, which `from ... import` passes on."""
     raise ImportError(
         f"{name}: Ray has it, and there is none here: {PARTS[name]} (docs/migrate-from-ray.md)"
     )

@@ -81,11 +81,7 @@ class RemoteFunction:
         self._function, self._options = function, options
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Refuse a plain call, as Ray does.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse a plain call, as Ray does."""
         name = getattr(self._function, "__name__", "function")
         raise UsageError(f"{name}(...) is a remote function: call {name}.remote(...)")
 
@@ -161,11 +157,7 @@ def _replace(value: Any, **changes: Any) -> Any:
 def call(
     function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], key: bytes
 ) -> Any:
-    """Call a function on a worker; return its value in a JSON-serializable form.
-
-    Raises:
-        UsageError: its value cannot be pickled, or is too large.
-    """
+    """Call a function on a worker; return its value in a JSON-serializable form."""
     import cloudpickle
 
     value = function(*args, **named)
@@ -202,11 +194,7 @@ def _code(key: bytes, pickled: bytes) -> str:
 
 
 def value_of(ref: ObjectRef, text: str) -> Any:
-    """Return the value of a call, which is unpickled only if its HMAC matches.
-
-    Raises:
-        UsageError: the value is not from this call.
-    """
+    """Return the value of a call, which is unpickled only if its HMAC matches."""
     parsed = json.loads(text) if text else None
     if not (isinstance(parsed, dict) and PICKLE in parsed):
         return parsed

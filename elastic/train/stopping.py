@@ -64,9 +64,7 @@ class StopRule:
     ) -> LocalOutcome:
         """Call a train function in this process, until it ends or the criterion is met.
 
-        Raises:
-            UsageError: there is a rule, and torchrun has started more than one process.
-            Exception: whatever the function raises.
+        UsageError if there is a rule, and torchrun has started more than one process.
         """
         if self._rule is None:
             return run_local(function, run)

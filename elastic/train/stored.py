@@ -30,9 +30,6 @@ def pack_trainer(parts: Mapping[str, Any]) -> bytes:
     """Return the content of the file, b"" if the train function or its config cannot be pickled.
 
     Callbacks that cannot be pickled are left out.
-
-    Args:
-        parts: arguments of `TorchTrainer` by name.
     """
     bare = {**parts, "run_config": replace(parts["run_config"], callbacks=())}
     for attempt in (parts, bare):
@@ -47,12 +44,7 @@ def pack_trainer(parts: Mapping[str, Any]) -> bytes:
 
 
 def read_trainer(files: Files) -> dict[str, Any]:
-    """Return the arguments of a stored trainer by name; unpickling runs code.
-
-    Raises:
-        UsageError: none is stored, it is damaged, or what it refers to cannot be imported here.
-        StorageError: it cannot be read.
-    """
+    """Return the arguments of a stored trainer by name; unpickling runs code."""
     where = f"TorchTrainer.restore({files.path!r})"
     pass_it = "pass the train function: TorchTrainer.restore(path, train_func, ...)"
     data = files.read_if_there(TRAINER_FILE)

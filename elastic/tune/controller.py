@@ -127,10 +127,8 @@ class Controller:
     def run(self) -> None:
         """Propose, run and judge trials until the study is done.
 
-        Raises:
-            KeyboardInterrupt: Ctrl-C: all trials were stopped; those that can were saved first.
-            UsageError: the trials' reports or their resources are not usable.
-            ElasticError: the cluster does not reply, or the log cannot be written.
+        At Ctrl-C, a KeyboardInterrupt, all trials were stopped; those that can were saved first.
+        UsageError if the trials' reports or their resources are not usable.
         """
         with InterruptHandler() as ctrl_c, self._view:
             try:
@@ -199,11 +197,7 @@ class Controller:
                 self._log.add({"e": "left", "trial": trial.number})
 
     def _find(self, trial: Trial) -> bool:
-        """Follow a trial's job if it exists, and repeat the last decision about it.
-
-        Returns:
-            False if the cluster has no such job.
-        """
+        """Follow a trial's job, and repeat the last decision about it; False if there is none."""
         if not trial.attempt.job_id:
             return False
         try:
@@ -439,11 +433,7 @@ class Controller:
         return f"stop criterion met at report {metrics[ITERATION]}"
 
     def _check_metric(self, trial: Trial, metrics: Mapping[str, Any]) -> None:
-        """Raise if a trial lacks the metric; warn if it has become NaN.
-
-        Raises:
-            UsageError: a trial has never reported the metric that trials are compared by.
-        """
+        """Raise UsageError if a trial lacks the metric; warn if it has become NaN."""
         metric = self.study.metric
         if not metric:
             return

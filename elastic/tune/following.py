@@ -29,13 +29,7 @@ class Watch:
     """Follows one job in a thread, and puts its events into a queue."""
 
     def __init__(self, client: Client, trial: Trial, events: Events) -> None:
-        """Start to follow a trial's current job.
-
-        Args:
-            client: of the trial's cluster.
-            trial: the trial.
-            events: the queue that receives the events.
-        """
+        """Start to follow a trial's current job, whose events go to this queue."""
         self._key = (trial.number, trial.attempt.job_id)
         self._events = events
         self._stream = client.watch(trial.attempt.job_id)

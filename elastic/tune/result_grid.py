@@ -27,11 +27,7 @@ class ResultGrid:
     """The results of all trials, in the order in which they were proposed."""
 
     def __init__(self, log: StudyLog) -> None:
-        """Use a study's log; the trials' directories are read on demand.
-
-        Args:
-            log: the study's log.
-        """
+        """Use a study's log; the trials' directories are read on demand."""
         self._files, self._study = log.files, log.study
 
     @property

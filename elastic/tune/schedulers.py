@@ -54,11 +54,7 @@ class TrialScheduler:
         self.time_attr, self.metric, self.mode = time_attr, metric, mode
 
     def bind(self, metric: str, mode: str, seed: int) -> None:
-        """Receive the tuner's metric and mode, "" if not set, and the study's seed.
-
-        Raises:
-            ConfigError: there is no metric at all, or two different ones.
-        """
+        """Receive the tuner's metric and mode, "" if not set, and the study's seed."""
         for name, ours, theirs in (("metric", self.metric, metric), ("mode", self.mode, mode)):
             if ours and theirs and ours != theirs:
                 raise ConfigError(
@@ -111,11 +107,7 @@ class TrialScheduler:
         trial: Trial,
         judge: Callable[[TrialProgress, Sequence[TrialProgress]], Decision[TrialDecision]],
     ) -> Decision[TrialDecision]:
-        """Judge by a policy; a report without the metric changes nothing.
-
-        Raises:
-            ConfigError: the report lacks the time_attr.
-        """
+        """Judge by a policy; a report without the metric changes nothing."""
         newest = trial.reports[-1]
         if number_of(newest.value(self.time_attr)) is None:
             raise ConfigError(

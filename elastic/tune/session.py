@@ -83,14 +83,10 @@ class Objective:
     scaling: ScalingConfig | None = None
 
     def __call__(self, config: Mapping[str, Any]) -> Any:
-        """Run the trial.
+        """Run the trial; return what a trainer in it asks for if its job has another size.
 
-        Returns:
-            What a trainer in it asks for if its job has another size, see `size_asked_by`: storage
-            has no part in it, and the job has ended, so that the next one may have its directory.
-
-        Raises:
-            UsageError: its return value is not a valid report.
+        See `size_asked_by`: storage has no part in it, and the job has ended, so that the next one
+        may have its directory. UsageError if the return value is not a valid report.
         """
         size = size_of_trial
         size.known, size.asked = self.scaling, None

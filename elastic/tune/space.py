@@ -189,11 +189,7 @@ def is_grid(value: Any) -> bool:
 
 
 def check(space: Any, where: str = "param_space") -> None:
-    """Validate a space.
-
-    Raises:
-        ConfigError: an element is not supported; names its key, its type, and what to use.
-    """
+    """Validate a space; the ConfigError names a key, its type, and what to use."""
     if isinstance(space, Domain):
         for number, option in enumerate(space.options):
             check(option, f"{where}[{number}]")
@@ -263,13 +259,7 @@ def combinations(space: Any) -> Iterator[dict[Path, Any]]:
 
 
 def draw(space: Any, random: Random, chosen: Mapping[Path, Any]) -> Any:
-    """Return a config: grids as chosen, domains drawn, then functions called.
-
-    Args:
-        space: a validated space.
-        random: source of the draws, which are in the order of the keys.
-        chosen: path -> value, for each grid.
-    """
+    """Return a config: grids as chosen, domains drawn, then functions called, in order of keys."""
     config = _drawn(space, random, chosen, ())
     for path, part in list(leaves(config)):
         if isinstance(part, Domain) and part.call is not None:

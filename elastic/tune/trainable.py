@@ -90,9 +90,7 @@ class Trainable:
 def steps(kind: type[Trainable], every: int) -> Callable[..., None]:
     """Return a function that runs a trial of a class.
 
-    Args:
-        kind: the class.
-        every: steps between two checkpoints; 0 for those that its results ask for.
+    There are so many steps between two checkpoints; 0 for those that its results ask for.
     """
 
     def run(config: dict[str, Any], **parameters: Any) -> None:
@@ -126,10 +124,7 @@ def steps(kind: type[Trainable], every: int) -> Callable[..., None]:
 def checkpoints_every(kind: type[Trainable], frequency: int | None, at_end: bool | None) -> int:
     """Return the steps between two checkpoints: each one by default, if the class saves any.
 
-    Args:
-        kind: the class.
-        frequency: of the user; None for the default, 0 for none.
-        at_end: the newest is always kept, so that it is there whenever the trial is stopped.
+    The newest is always kept, so that it is there whenever the trial is stopped.
     """
     if kind.save_checkpoint is Trainable.save_checkpoint:
         return 0
@@ -137,11 +132,7 @@ def checkpoints_every(kind: type[Trainable], frequency: int | None, at_end: bool
 
 
 def _saved(one: Trainable, folder: str, is_done: bool) -> Checkpoint:
-    """Return a checkpoint in a folder.
-
-    Raises:
-        UsageError: the class returned a dict that cannot be read back without running code.
-    """
+    """Return a checkpoint in a folder; UsageError if reading the class's dict back needs code."""
     saved = one.save_checkpoint(folder)
     is_dict = isinstance(saved, dict)
     if is_dict:

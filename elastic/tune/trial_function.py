@@ -65,11 +65,7 @@ def with_resources(trainable: Callable[..., Any], resources: Any) -> TrialFuncti
 
 
 def as_trainable(trainable: Any) -> TrialFunction:
-    """Return a function as a `TrialFunction`.
-
-    Raises:
-        UsageError: it is not a function.
-    """
+    """Return a function as a `TrialFunction`."""
     if isinstance(trainable, TrialFunction):
         return trainable
     if isinstance(trainable, type):
@@ -88,11 +84,7 @@ def as_trainable(trainable: Any) -> TrialFunction:
 
 
 def parameters_of(trainable: TrialFunction) -> bytes:
-    """Return a trainable's further arguments as a pickle.
-
-    Raises:
-        UsageError: they cannot be pickled.
-    """
+    """Return a trainable's further arguments as a pickle."""
     try:
         return bytes(cloudpickle.dumps(dict(trainable.parameters)))
     except Exception as error:

@@ -52,25 +52,14 @@ class Recipe:
     def __init__(
         self, trainable: TrialFunction | DataParallelTrainer, run_config: RunConfig, path: str
     ) -> None:
-        """Make trainers for the trials of one study.
-
-        Args:
-            trainable: the function or trainer that trials run.
-            run_config: policies of the runs.
-            path: the study's directory.
-        """
+        """Make trainers for the trials of one study, in its directory."""
         self._trainable = trainable
         self._run_config = run_config
         self._path = path
         self._stored: tuple[str, str] | None = None
 
     def store(self) -> None:
-        """Write the parameters that all trials share, once per study.
-
-        Raises:
-            StorageError: the file cannot be written.
-            UsageError: the parameters cannot be pickled.
-        """
+        """Write the parameters that all trials share, once per study."""
         if isinstance(self._trainable, TrialFunction) and self._trainable.parameters:
             Files(self._path).write(PARAMETERS, parameters_of(self._trainable))
             self._stored = (self._path, PARAMETERS)
@@ -78,16 +67,11 @@ class Recipe:
     def trainer(
         self, run: str, config: Mapping[str, Any], resume_from: str = "", size: str = ""
     ) -> DataParallelTrainer:
-        """Return the trainer of a trial.
+        """Return the trainer of a trial, whose job and run directory have this name.
 
-        Args:
-            run: name of the job and of its run directory.
-            config: the proposed config.
-            resume_from: path of another trial's checkpoint, "" for none.
-            size: JSON of the scaling config that the function's own trainer asked for, "" for none.
-
-        Raises:
-            UsageError: the config has keys or values that a trainer does not accept.
+        `resume_from` is the path of another trial's checkpoint, `size` the JSON of the scaling
+        config that the function's own trainer asked for, "" for none. UsageError if the config has
+        keys or values that a trainer does not accept.
         """
         # Those two are not the run's, but of a class that saves checkpoints.
         checkpoints = replace(
@@ -147,9 +131,8 @@ class TrainerParts(NamedTuple):
 def split_config(config: Mapping[str, Any]) -> TrainerParts:
     """Split a config into what it has of a trainer's arguments.
 
-    Raises:
-        ConfigError: the scaling_config is none for trials, or there is a run_config, or other keys
-            are given beside train_loop_config.
+    ConfigError if the scaling_config is none for trials, or there is a run_config, or other keys
+    are given beside train_loop_config.
     """
     if RUN in config:
         raise ConfigError(

@@ -330,9 +330,6 @@ class _Run(TrainerCallback):
 
         The others reach it after all code of that epoch, their evaluation included, whose log
         entry came with their state.
-
-        Returns:
-            Whether the epoch was over.
         """
         if self.loader is None or not (steps := self.loader.steps_per_epoch()):
             return False
@@ -665,11 +662,7 @@ class _InSteps(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _load_best_model(self) -> None:
-        """Load it, on every worker.
-
-        Raises:
-            UsageError: it is not on this one, which would keep the last weights.
-        """
+        """Load it, on every worker; UsageError on one without it, which would keep the last."""
         best = self.state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
             raise UsageError(

@@ -108,11 +108,7 @@ class _Refused(RayDDPStrategy):
         super().__init__()
 
     def set_world_ranks(self) -> None:
-        """Refuse the Trainer; the error names alternatives.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse the Trainer; the error names alternatives."""
         raise UsageError(f"{type(self).__name__}: {self.reason}: {LOOP}")
 
 

@@ -103,11 +103,7 @@ class Files:
             logger.save()
 
     def _continue_rows(self, again: Sequence[Mapping[str, Any]]) -> None:
-        """Let CSV files keep the rows of the steps before those of these, or before the next step.
-
-        Args:
-            again: rows that are written again.
-        """
+        """Let CSV files keep the rows before those written again, or before the next step."""
         steps = [row["step"] for row in again if "epoch" in row and row["step"] is not None]
         before = min([*steps, self._trainer.fit_loop.epoch_loop._batches_that_stepped])
         for logger in self._trainer.loggers:
@@ -162,13 +158,7 @@ class _Rows(ExperimentWriter):
     """
 
     def __init__(self, log_dir: str, before: int, again: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Open the file.
-
-        Args:
-            log_dir: its folder.
-            before: the step from which on rows are written again.
-            again: rows that are, of callbacks, too.
-        """
+        """Open the file; rows from step `before` on are written again, of callbacks, too."""
         self._before = before
         self._again = [{name: _text(value) for name, value in row.items()} for row in again]
         super().__init__(log_dir)

@@ -38,12 +38,7 @@ Logged = dict[str, tuple[Any, dict[str, Any]]]
 def taken_log(module: LightningModule, metrics: Sequence[Metric]) -> Iterator[Logged]:
     """Capture what is logged inside.
 
-    Args:
-        module: logs.
-        metrics: in it.
-
-    Raises:
-        UsageError: what cannot be averaged is logged, or metrics were updated.
+    UsageError if that cannot be averaged, or metrics were updated.
     """
     logged: Logged = {}
 
@@ -89,11 +84,7 @@ class StepBatch:
         self.step = step
 
     def __getitem__(self, index: Any) -> Any:
-        """Refuse to be read.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse to be read."""
         raise UsageError(
             "a hook reads the batch of a training step: workers have only their own micro-batches "
             "of it, as the argument of training_step: read them there"
@@ -107,11 +98,7 @@ class Steps:
         self._fit, self._loader = fit, loader
 
     def __len__(self) -> int:
-        """Return the steps of an epoch.
-
-        Raises:
-            UsageError: they are not known.
-        """
+        """Return the steps of an epoch; UsageError if they are not known."""
         steps = self._loader.steps_per_epoch()
         if not steps:
             raise UsageError(
@@ -147,10 +134,7 @@ class Fit:
     ) -> None:
         """Start from the run's state; module, optimizer and schedulers must be built.
 
-        Args:
-            trainer: Lightning's.
-            strategy: the trainer's.
-            take_place: tells the strategy its rank in the present group, and returns it.
+        `take_place` tells the strategy its rank in the present group, and returns it.
         """
         self._trainer: Any = trainer
         self._strategy, self._strategy_takes_place = strategy, take_place
@@ -204,8 +188,7 @@ class Fit:
     def steps(self, loader: PreparedLoader) -> Iterator[StepBatch]:
         """Yield the steps left in Lightning's present epoch.
 
-        Raises:
-            UsageError: Lightning has several loaders, or leaves out the step that it has.
+        UsageError if Lightning has several loaders, or leaves out the step that it has.
         """
         loaders = self._trainer.fit_loop._combined_loader.iterables
         if not isinstance(loaders, Steps):
@@ -273,15 +256,9 @@ class Fit:
     ) -> None:
         """Log the averages of the whole step in Lightning, and keep the step's gradients.
 
-        Args:
-            logged: by this worker, in its micro-batches of the step.
-            averages: by name.
-            sums: micro-batches that have logged a name, by name, and under "" all of them;
-                nothing of a step that others did.
-            samples: of the step.
-
-        Raises:
-            UsageError: not all micro-batches have logged the same names.
+        `logged` is by this worker; `sums` has how many micro-batches have logged a name, and under
+        "" all of them; nothing of a step that others did. UsageError if not all have logged the
+        same names.
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         for name, count in sums.items():

@@ -15,12 +15,6 @@ class TrainerState:
     """The state of a Trainer as a registered object of the run."""
 
     def __init__(self, trainer: Any, files: Files) -> None:
-        """Begin with the Trainer's own.
-
-        Args:
-            trainer: Lightning's.
-            files: those of its `fit`.
-        """
         self._trainer, self._files = trainer, files
         # Of metrics that were logged before this worker joined, and not by it yet.
         self._results: dict[str, Any] = {}
@@ -29,11 +23,7 @@ class TrainerState:
         self._has_begun = False
 
     def resume(self) -> int:
-        """Continue where the checkpoint of `ckpt_path` was written, if there was one.
-
-        Returns:
-            The steps of its epoch that are done.
-        """
+        """Continue where `ckpt_path` was written; return the steps of its epoch that are done."""
         fit = self._trainer.fit_loop
         loop, progress = fit.epoch_loop, fit.epoch_progress.current
         if progress.ready == progress.processed > progress.completed:
@@ -152,9 +142,7 @@ class TrainerState:
 def _whole(progress: Mapping[str, Any], done: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return counters as they are between steps, when all that was started is completed.
 
-    Args:
-        progress: of Lightning.
-        done: counters to take the completed number from; None for `progress` itself.
+    The completed number is that of `done`, by default their own.
     """
     return {
         name: dict.fromkeys(part, (done or progress)[name]["completed"])

@@ -100,9 +100,8 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
     def setup_environment(self) -> None:
         """Let the Trainer count in steps before the module asks for their number.
 
-        Raises:
-            UsageError: what decides by a clock of its own, and callbacks that change optimizers or
-                accumulation.
+        UsageError at what decides by a clock of its own, and callbacks that change optimizers or
+        accumulation.
         """
         super().setup_environment()
         trainer = self._the_trainer()
@@ -112,11 +111,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
             count_in_steps(trainer, self._accumulated)
 
     def setup(self, trainer: Trainer) -> None:
-        """Build module and optimizers, and refuse what this strategy cannot train.
-
-        Raises:
-            UsageError: manual optimization, or several optimizers.
-        """
+        """Build module and optimizers, and refuse what this strategy cannot train."""
         for text in NOT_HERE:
             warnings.filterwarnings("ignore", message=text)
         module = trainer.lightning_module
@@ -272,12 +267,7 @@ def _is_not() -> bool:
 def count_in_steps(trainer: Any, accumulated: int) -> None:
     """Divide numbers of batches, of which Lightning has one for each step here.
 
-    Args:
-        trainer: changed.
-        accumulated: batches of a step, as the user counts them.
-
-    Raises:
-        UsageError: that leaves a part of a step.
+    UsageError if that leaves a part of a step.
     """
     for name in ("limit_train_batches", "val_check_interval"):
         batches = getattr(trainer, name)
@@ -292,11 +282,7 @@ def count_in_steps(trainer: Any, accumulated: int) -> None:
 
 
 def refuse_callbacks(trainer: Any) -> None:
-    """Refuse what goes another way on each worker, or changes what was prepared.
-
-    Raises:
-        UsageError: naming it, with what to write.
-    """
+    """Refuse what goes another way on each worker, or changes what was prepared."""
     if trainer._val_check_time_interval is not None:
         raise _refused("val_check_interval as a time", f"a number of steps or a fraction; {CLOCK}")
     for one in trainer.callbacks:

@@ -57,12 +57,7 @@ class Searcher:
         """Receive the end of a trial; `result` is its last report."""
 
     def takes_again(self, trial_id: str, config: Any) -> None:
-        """Repeat an earlier proposal, when a study is resumed.
-
-        Args:
-            trial_id: the trial's id.
-            config: the earlier proposal, which the new one should equal.
-        """
+        """Repeat an earlier proposal, when a study is resumed; the new one should equal it."""
         self.suggest(trial_id)
 
     @property
@@ -262,11 +257,7 @@ class Repeater(Searcher):
 
 
 def check_searcher(searcher: Any) -> Searcher:
-    """Return the searcher unchanged.
-
-    Raises:
-        UsageError: it is not a `Searcher`.
-    """
+    """Return the searcher, which has to be a `Searcher`."""
     if not isinstance(searcher, Searcher):
         raise UsageError(
             f"TuneConfig: search_alg is a {type(searcher).__name__}, expected a searcher such as "

@@ -6,11 +6,7 @@ from typing import NoReturn
 
 
 def refuse(module: str) -> NoReturn:
-    """Explain why a module is missing; as an ImportError, which `from ... import` passes on.
-
-    Raises:
-        ImportError: always.
-    """
+    """Explain why a module is missing; as an ImportError, which `from ... import` passes on."""
     raise ImportError(
         f"{module}: Ray has it, and there is none here: elastic.tune.search.optuna.OptunaSearch "
         f"proposes by Optuna's samplers (TPE, GP, CMA-ES, NSGA-II), and a subclass of "
