@@ -25,158 +25,89 @@ What is where:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elastic.lazy import lazy_names, refuse_missing
 
 if TYPE_CHECKING:
-    from elastic.data.compute import ActorPoolStrategy, TaskPoolStrategy
-    from elastic.data.context import (
-        DataContext,
-        ExecutionOptions,
-        ExecutionResources,
-        FileShuffleConfig,
-        MixStoppingCondition,
-        RandomSeedConfig,
-        SaveMode,
-    )
-    from elastic.data.dataset import Dataset
-    from elastic.data.iterator import DataIterator
-    from elastic.data.preprocessors import Preprocessor
-    from elastic.data.reading import (
-        from_arrow,
-        from_daft,
-        from_dask,
-        from_duckdb,
-        from_huggingface,
-        from_items,
-        from_numpy,
-        from_pandas,
-        from_polars,
-        from_ray,
-        from_spark,
-        from_torch,
-        range,  # noqa: A004
-        range_tensor,
-        read_binary_files,
-        read_csv,
-        read_images,
-        read_json,
-        read_lance,
-        read_numpy,
-        read_parquet,
-        read_sql,
-        read_text,
-        read_webdataset,
-    )
+    from elastic.data.compute import ActorPoolStrategy as ActorPoolStrategy
+    from elastic.data.compute import TaskPoolStrategy as TaskPoolStrategy
+    from elastic.data.context import DataContext as DataContext
+    from elastic.data.context import ExecutionOptions as ExecutionOptions
+    from elastic.data.context import ExecutionResources as ExecutionResources
+    from elastic.data.context import FileShuffleConfig as FileShuffleConfig
+    from elastic.data.context import MixStoppingCondition as MixStoppingCondition
+    from elastic.data.context import RandomSeedConfig as RandomSeedConfig
+    from elastic.data.context import SaveMode as SaveMode
+    from elastic.data.dataset import Dataset as Dataset
+    from elastic.data.iterator import DataIterator as DataIterator
+    from elastic.data.preprocessors import Preprocessor as Preprocessor
+    from elastic.data.reading import from_arrow as from_arrow
+    from elastic.data.reading import from_daft as from_daft
+    from elastic.data.reading import from_dask as from_dask
+    from elastic.data.reading import from_duckdb as from_duckdb
+    from elastic.data.reading import from_huggingface as from_huggingface
+    from elastic.data.reading import from_items as from_items
+    from elastic.data.reading import from_numpy as from_numpy
+    from elastic.data.reading import from_pandas as from_pandas
+    from elastic.data.reading import from_polars as from_polars
+    from elastic.data.reading import from_ray as from_ray
+    from elastic.data.reading import from_spark as from_spark
+    from elastic.data.reading import from_torch as from_torch
+    from elastic.data.reading import range as range  # noqa: A004
+    from elastic.data.reading import range_tensor as range_tensor
+    from elastic.data.reading import read_binary_files as read_binary_files
+    from elastic.data.reading import read_csv as read_csv
+    from elastic.data.reading import read_images as read_images
+    from elastic.data.reading import read_json as read_json
+    from elastic.data.reading import read_lance as read_lance
+    from elastic.data.reading import read_numpy as read_numpy
+    from elastic.data.reading import read_parquet as read_parquet
+    from elastic.data.reading import read_sql as read_sql
+    from elastic.data.reading import read_text as read_text
+    from elastic.data.reading import read_webdataset as read_webdataset
 
-__all__ = [
-    "ActorPoolStrategy",
-    "DataContext",
-    "DataIterator",
-    "Dataset",
-    "ExecutionOptions",
-    "ExecutionResources",
-    "FileShuffleConfig",
-    "MixStoppingCondition",
-    "Preprocessor",
-    "RandomSeedConfig",
-    "SaveMode",
-    "TaskPoolStrategy",
-    "from_arrow",
-    "from_daft",
-    "from_dask",
-    "from_duckdb",
-    "from_huggingface",
-    "from_items",
-    "from_numpy",
-    "from_pandas",
-    "from_polars",
-    "from_ray",
-    "from_spark",
-    "from_torch",
-    "range",
-    "range_tensor",
-    "read_binary_files",
-    "read_csv",
-    "read_images",
-    "read_json",
-    "read_lance",
-    "read_numpy",
-    "read_parquet",
-    "read_sql",
-    "read_text",
-    "read_webdataset",
-]
-_HOME = {
-    "ActorPoolStrategy": "compute",
-    "DataContext": "context",
-    "DataIterator": "iterator",
-    "Dataset": "dataset",
-    "ExecutionOptions": "context",
-    "ExecutionResources": "context",
-    "FileShuffleConfig": "context",
-    "MixStoppingCondition": "context",
-    "Preprocessor": "preprocessors",
-    "RandomSeedConfig": "context",
-    "SaveMode": "context",
-    "TaskPoolStrategy": "compute",
-}
-_NOT_HERE = {
-    "NodeIdStr": "str; DataConfig(datasets_to_split=...) needs none",
-    "Datasink": "Dataset.write_parquet, write_csv or write_json",
-    "Datasource": "read_parquet, from_items or another of the functions that read",
-    **dict.fromkeys(
-        (
-            "read_bigquery",
-            "read_clickhouse",
-            "read_databricks_tables",
-            "read_mongo",
-            "read_snowflake",
+refuse_missing(
+    __name__,
+    {
+        "NodeIdStr": "str; DataConfig(datasets_to_split=...) needs none",
+        "Datasink": "Dataset.write_parquet, write_csv or write_json",
+        "Datasource": "read_parquet, from_items or another of the functions that read",
+        **dict.fromkeys(
+            (
+                "read_bigquery",
+                "read_clickhouse",
+                "read_databricks_tables",
+                "read_mongo",
+                "read_snowflake",
+            ),
+            "query with the database's own driver, and data.from_pandas(...) or from_arrow(...)",
         ),
-        "query with the database's own driver, and data.from_pandas(...) or from_arrow(...)",
-    ),
-    **dict.fromkeys(
-        (
-            "read_delta",
-            "read_delta_sharing_tables",
-            "read_hudi",
-            "read_iceberg",
-            "read_unity_catalog",
+        **dict.fromkeys(
+            (
+                "read_delta",
+                "read_delta_sharing_tables",
+                "read_hudi",
+                "read_iceberg",
+                "read_unity_catalog",
+            ),
+            "read with the format's own package, and data.from_arrow(...); or read_parquet",
         ),
-        "read with the format's own package, and data.from_arrow(...); or read_parquet",
-    ),
-    **dict.fromkeys(
-        ("read_audio", "read_avro", "read_lerobot", "read_mcap", "read_videos", "read_zarr"),
-        "data.read_binary_files(...).map(decode)",
-    ),
-    **dict.fromkeys(
-        ("read_datasource", "read_kafka", "read_orc"),
-        "data.from_items(...) or from_arrow(...) of what the package of such a source returns",
-    ),
-    **dict.fromkeys(
-        ("from_arrow_refs", "from_numpy_refs", "from_pandas_refs"),
-        "there is no object store: the function without _refs",
-    ),
-    **dict.fromkeys(("from_tf", "read_tfrecords"), "PyTorch's formats: TensorFlow is not used"),
-    **dict.fromkeys(("from_mars", "from_modin"), "data.from_pandas(frame.to_pandas())"),
-    "from_blocks": "data.from_arrow(...)",
-}
-"""Names of ray.data that are missing here -> what to use instead; as an ImportError, because `from`
-turns others into one without a word."""
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name from its module on first use."""
-    if name in _NOT_HERE:
-        raise ImportError(
-            f"elastic.data.{name}: Ray has it, and there is none here: {_NOT_HERE[name]}"
-        )
-    if name not in __all__:
-        raise AttributeError(f"module 'elastic.data' has no attribute {name!r}")
-    home = _HOME.get(name, "reading")
-    return getattr(importlib.import_module(f"elastic.data.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    """Return the public names."""
-    return sorted(__all__)
+        **dict.fromkeys(
+            ("read_audio", "read_avro", "read_lerobot", "read_mcap", "read_videos", "read_zarr"),
+            "data.read_binary_files(...).map(decode)",
+        ),
+        **dict.fromkeys(
+            ("read_datasource", "read_kafka", "read_orc"),
+            "data.from_items(...) or from_arrow(...) of what the package of such a source returns",
+        ),
+        **dict.fromkeys(
+            ("from_arrow_refs", "from_numpy_refs", "from_pandas_refs"),
+            "there is no object store: the function without _refs",
+        ),
+        **dict.fromkeys(("from_tf", "read_tfrecords"), "PyTorch's formats: TensorFlow is not used"),
+        **dict.fromkeys(("from_mars", "from_modin"), "data.from_pandas(frame.to_pandas())"),
+        "from_blocks": "data.from_arrow(...)",
+    },
+)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

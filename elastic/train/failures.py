@@ -10,6 +10,9 @@ from elastic.core.policy.preemption import judge_budget
 from elastic.core.world import Failure
 from elastic.errors import ControllerError, PreemptionError, TrainingFailed, WorkerGroupError
 
+TrainingFailedError = TrainingFailed
+"""Ray's name."""
+
 
 class UserExceptionWithTraceback(Exception):
     """An exception of user code on a worker, whose class may be unknown in this process.

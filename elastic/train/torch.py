@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic.errors import UsageError
-from elastic.train import refused
+from elastic.lazy import check_missing
 from elastic.train.config import TorchConfig
 from elastic.train.devices import get_device, get_devices
 from elastic.train.loaders import PreparedLoader, prepare_data_loader
@@ -52,8 +52,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Say what to use instead of Ray's names that are not here."""
-    if f"{__name__}.{name}" in refused.PARTS:
-        refused.refuse(f"{__name__}.{name}")
+    check_missing(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,150 +15,72 @@ What is where:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elastic.lazy import lazy_names, refuse_missing
 
 if TYPE_CHECKING:
-    from elastic.errors import TuneError
-    from elastic.train.checkpoint import Checkpoint
-    from elastic.train.config import CheckpointConfig, FailureConfig, RunConfig, SyncConfig
-    from elastic.train.result import Result
-    from elastic.tune.callback import Callback
-    from elastic.tune.config import PlacementGroupFactory, TuneConfig
-    from elastic.tune.experiment import ExperimentAnalysis, run
-    from elastic.tune.result_grid import ResultGrid
-    from elastic.tune.session import (
-        TuneContext,
-        get_checkpoint,
-        get_context,
-        report,
-    )
-    from elastic.tune.space import (
-        choice,
-        grid_search,
-        lograndint,
-        loguniform,
-        qlograndint,
-        qloguniform,
-        qrandint,
-        qrandn,
-        quniform,
-        randint,
-        randn,
-        sample_from,
-        uniform,
-    )
-    from elastic.tune.stopper import Stopper
-    from elastic.tune.trainable import Trainable
-    from elastic.tune.trial_function import with_parameters, with_resources
-    from elastic.tune.tuner import Tuner
+    from elastic.errors import TuneError as TuneError
+    from elastic.train.checkpoint import Checkpoint as Checkpoint
+    from elastic.train.config import CheckpointConfig as CheckpointConfig
+    from elastic.train.config import FailureConfig as FailureConfig
+    from elastic.train.config import RunConfig as RunConfig
+    from elastic.train.config import SyncConfig as SyncConfig
+    from elastic.train.result import Result as Result
+    from elastic.tune.callback import Callback as Callback
+    from elastic.tune.config import PlacementGroupFactory as PlacementGroupFactory
+    from elastic.tune.config import TuneConfig as TuneConfig
+    from elastic.tune.experiment import ExperimentAnalysis as ExperimentAnalysis
+    from elastic.tune.experiment import run as run
+    from elastic.tune.result_grid import ResultGrid as ResultGrid
+    from elastic.tune.session import TuneContext as TuneContext
+    from elastic.tune.session import get_checkpoint as get_checkpoint
+    from elastic.tune.session import get_context as get_context
+    from elastic.tune.session import report as report
+    from elastic.tune.space import choice as choice
+    from elastic.tune.space import grid_search as grid_search
+    from elastic.tune.space import lograndint as lograndint
+    from elastic.tune.space import loguniform as loguniform
+    from elastic.tune.space import qlograndint as qlograndint
+    from elastic.tune.space import qloguniform as qloguniform
+    from elastic.tune.space import qrandint as qrandint
+    from elastic.tune.space import qrandn as qrandn
+    from elastic.tune.space import quniform as quniform
+    from elastic.tune.space import randint as randint
+    from elastic.tune.space import randn as randn
+    from elastic.tune.space import sample_from as sample_from
+    from elastic.tune.space import uniform as uniform
+    from elastic.tune.stopper import Stopper as Stopper
+    from elastic.tune.trainable import Trainable as Trainable
+    from elastic.tune.trial_function import with_parameters as with_parameters
+    from elastic.tune.trial_function import with_resources as with_resources
+    from elastic.tune.tuner import Tuner as Tuner
 
-_TRAIN = {
-    "Checkpoint": "checkpoint",
-    "CheckpointConfig": "config",
-    "FailureConfig": "config",
-    "Result": "result",
-    "RunConfig": "config",
-    "SyncConfig": "config",
-}
-_HOME = {
-    "Callback": "callback",
-    "ExperimentAnalysis": "experiment",
-    "ResultGrid": "result_grid",
-    "PlacementGroupFactory": "config",
-    "Stopper": "stopper",
-    "Trainable": "trainable",
-    "TuneConfig": "config",
-    "TuneContext": "session",
-    "Tuner": "tuner",
-    "choice": "space",
-    "get_checkpoint": "session",
-    "get_context": "session",
-    "grid_search": "space",
-    "lograndint": "space",
-    "loguniform": "space",
-    "qlograndint": "space",
-    "qloguniform": "space",
-    "qrandint": "space",
-    "qrandn": "space",
-    "quniform": "space",
-    "randint": "space",
-    "randn": "space",
-    "report": "session",
-    "run": "experiment",
-    "sample_from": "space",
-    "uniform": "space",
-    "with_parameters": "trial_function",
-    "with_resources": "trial_function",
-}
-_SUBMODULES = ("integration", "logger", "schedulers", "search", "stopper")
-_NOT_HERE = {
-    "CLIReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
-    "JupyterNotebookReporter": "the table is shown by itself; RunConfig(verbose=0) hides it",
-}
-"""Names of ray.tune that are missing here -> what to use instead; as an ImportError, because `from`
-turns others into one without a word."""
-__all__ = [
-    "Callback",
-    "Checkpoint",
-    "CheckpointConfig",
-    "ExperimentAnalysis",
-    "FailureConfig",
-    "PlacementGroupFactory",
-    "Result",
-    "ResultGrid",
-    "RunConfig",
-    "Stopper",
-    "SyncConfig",
-    "Trainable",
-    "TuneConfig",
-    "TuneContext",
-    "TuneError",
-    "Tuner",
-    "choice",
-    "get_checkpoint",
-    "get_context",
-    "grid_search",
-    "lograndint",
-    "loguniform",
-    "qlograndint",
-    "qloguniform",
-    "qrandint",
-    "qrandn",
-    "quniform",
-    "randint",
-    "randn",
-    "report",
-    "run",
-    "sample_from",
-    "uniform",
-    "with_parameters",
-    "with_resources",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name from its module on first use.
-
-    Raises:
-        AttributeError: the package has no such name.
-        ImportError: Ray has it, and the message names what to use instead.
-    """
-    if name == "TuneError":
-        return importlib.import_module("elastic.errors").TuneError
-    if name in _TRAIN:
-        return getattr(importlib.import_module(f"elastic.train.{_TRAIN[name]}"), name)
-    if name in _HOME:
-        return getattr(importlib.import_module(f"elastic.tune.{_HOME[name]}"), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"elastic.tune.{name}")
-    if name in _NOT_HERE:
-        raise ImportError(
-            f"elastic.tune.{name}: Ray has it, and there is none here: {_NOT_HERE[name]}"
-        )
-    raise AttributeError(f"module 'elastic.tune' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """Return what can be imported from here."""
-    return sorted([*__all__, *_SUBMODULES])
+_OTHER_SEARCH = (
+    "elastic.tune.search.optuna.OptunaSearch proposes by Optuna's samplers (TPE, GP, CMA-ES, "
+    "NSGA-II), and a subclass of elastic.tune.search.Searcher by what you like"
+)
+refuse_missing(
+    __name__,
+    {
+        **dict.fromkeys(
+            ("CLIReporter", "JupyterNotebookReporter"),
+            "the table is shown by itself; RunConfig(verbose=0) hides it",
+        ),
+        **dict.fromkeys(
+            (
+                f"search.{name}"
+                for name in ("ax", "bayesopt", "bohb", "hebo", "hyperopt", "nevergrad", "zoopt")
+            ),
+            _OTHER_SEARCH,
+        ),
+        "integration.pytorch_lightning": (
+            "give the Lightning Trainer "
+            "callbacks=[elastic.train.lightning.RayTrainReportCallback()], which reports what was "
+            "logged with a checkpoint, or call elastic.tune.report(...) in a callback of your own"
+        ),
+    },
+)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__, __file__, parts=("integration", "logger", "schedulers", "search", "stopper")
+)
