@@ -45,14 +45,12 @@ def _needed(name: str, what: str) -> Any:
 
 
 def num_rows(batch: Batch) -> int:
-    """Return the number of rows of a batch."""
     if isinstance(batch, dict):
         return len(next(iter(batch.values()))) if batch else 0
     return int(batch.num_rows)
 
 
 def columns_of(batch: Batch) -> list[str]:
-    """Return the names of the columns."""
     return list(batch) if isinstance(batch, dict) else list(batch.column_names)
 
 
@@ -62,7 +60,6 @@ def names_of(given: str | Sequence[str]) -> list[str]:
 
 
 def check_columns(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuse columns that rows do not have."""
     known = list(known)
     missing = [name for name in names if name not in known]
     if missing:

@@ -33,7 +33,6 @@ class Lance(Source):
     options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Open nothing yet."""
         self._table: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,7 +73,6 @@ class Lance(Source):
         return Listing(tuple(files), None if self.filter else tuple(blocks))
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return rows of a fragment."""
         del reader, files
         with self._explained():
             fragment = self._opened().get_fragment(block.group)
@@ -83,7 +81,6 @@ class Lance(Source):
             )
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order."""
         if self.filter is None:
             yield from super().stream()
             return

@@ -272,18 +272,10 @@ class Dataset:
         on_error: str = "raise",
         **others: Any,
     ) -> Dataset:
-        """Keep the rows for which a function or an expression is true.
+        """Keep the rows for which a function or an expression is true; arguments as of `map`.
 
-        Args:
-            fn: takes a row as a dict; or a class, as in `map`; or an expression.
-            expr: such as `col("age") > 30`, of `elastic.data.expressions` or pyarrow.compute, or
-                its text, "age > 30".
-            fn_args: as in `map`.
-            fn_kwargs: as in `map`.
-            fn_constructor_args: as in `map`.
-            fn_constructor_kwargs: as in `map`.
-            on_error: "skip" to leave out rows for which `fn` raises.
-            others: Ray's placement arguments, without effect here.
+        An expression is such as `col("age") > 30`, of `elastic.data.expressions` or
+        pyarrow.compute, or its text, "age > 30".
         """
         check_others("filter", others)
         check_on_error(on_error, "filter")
@@ -305,13 +297,7 @@ class Dataset:
         return self._apply(AddColumn(col, Function(fn), check_format(batch_format, "add_column")))
 
     def with_column(self, column_name: str, expr: Any, **others: Any) -> Dataset:
-        """Add a column, or replace one, by an expression: `with_column("x2", col("x") * 2)`.
-
-        Args:
-            column_name: of the column.
-            expr: of `elastic.data.expressions`, or pyarrow.compute.
-            others: Ray's placement arguments, without effect here.
-        """
+        """Add a column, or replace one, by an expression: `with_column("x2", col("x") * 2)`."""
         return self.with_columns({column_name: expr}, **others)
 
     def with_columns(
@@ -322,11 +308,8 @@ class Dataset:
     ) -> Dataset:
         """Add or replace columns, as `with_column`; each sees the columns of before.
 
-        Args:
-            exprs: expressions by the names of their columns, one with an alias, or
-                `unnest(expression)`.
-            more: such, too.
-            others: Ray's placement arguments, without effect here.
+        Expressions come by the names of their columns; or one with an alias, or
+        `unnest(expression)`.
         """
         check_others("with_columns", others)
         pairs: list[tuple[str | None, Expr]] = []
@@ -474,11 +457,7 @@ class Dataset:
         ]
 
     def split_at_indices(self, indices: Sequence[int]) -> list[Dataset]:
-        """Split the rows at these row numbers.
-
-        Raises:
-            UsageError: they are no row numbers, or not in order.
-        """
+        """Split the rows at these row numbers."""
         if not all(low <= high for low, high in itertools.pairwise([0, *indices])):
             raise UsageError(
                 f"split_at_indices: indices={list(indices)}: expected row numbers in order"
@@ -490,11 +469,7 @@ class Dataset:
         ]
 
     def split_proportionately(self, proportions: Sequence[float]) -> list[Dataset]:
-        """Split the rows into datasets of these fractions, and one with the remainder.
-
-        Raises:
-            UsageError: one is not above 0, or nothing remains.
-        """
+        """Split the rows into datasets of these fractions, and one with the remainder."""
         if not all(share > 0 for share in proportions) or sum(proportions) >= 1:
             raise UsageError(
                 f"split_proportionately: proportions={list(proportions)}: expected numbers above "
@@ -583,11 +558,7 @@ class Dataset:
         return [row for batch in self.limit(limit)._stream() for row in rows_of(batch)]
 
     def take_all(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return all rows.
-
-        Raises:
-            UsageError: there are more than `limit`.
-        """
+        """Return all rows; UsageError if there are more than `limit`."""
         rows = self.take(sys.maxsize if limit is None else limit + 1)
         if limit is not None and len(rows) > limit:
             raise UsageError(f"take_all: there are more than limit={limit} rows")
@@ -834,11 +805,7 @@ class Dataset:
         return torch_dataset(lambda: iter(self.iter_torch_batches(**options)))
 
     def to_pandas(self, limit: int | None = None) -> Any:
-        """Return all rows as a DataFrame.
-
-        Raises:
-            UsageError: there are more than `limit`.
-        """
+        """Return all rows as a DataFrame; UsageError if there are more than `limit`."""
         rows = self if limit is None else self.limit(limit + 1)
         found = list(rows._stream())
         frame = to_pandas(joined(found) if found else of_rows([]))
@@ -1165,11 +1132,7 @@ def _fixed(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _with_columns(batch: Batch, names: Sequence[str], what: str) -> Batch:
-    """Return a batch with its columns in the order of the first batch.
-
-    Raises:
-        UsageError: it has others.
-    """
+    """Return a batch with its columns in the order of the first batch."""
     there = columns_of(batch)
     if set(there) != set(names):
         raise UsageError(

@@ -50,15 +50,10 @@ class Functions:
     names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, expr: Expr) -> None:
-        """Make these the methods of an expression."""
         self._expr = expr
 
     def __getattr__(self, name: str) -> Callable[..., Expr]:
-        """Return a function that makes the expression of a call.
-
-        Raises:
-            AttributeError: Arrow has no such function.
-        """
+        """Return a function that makes the expression of a call."""
         compute = None if name.startswith("_") else _compute()
         for one in (self.names.get(name, ""), *(prefix + name for prefix in self.prefixes)):
             if compute and hasattr(compute, one) and _is_scalar(one):
@@ -95,12 +90,7 @@ class Expr(Functions):
         return self
 
     def of(self, table: Any, first: int) -> Any:
-        """Return the values for the rows of a table: an array, or a scalar.
-
-        Args:
-            table: a pyarrow table.
-            first: the number of its first row among all.
-        """
+        """Return the values for a table's rows, the first of which has this number, or a scalar."""
         raise NotImplementedError
 
     @property
@@ -241,18 +231,12 @@ class Column(Expr):
     """The values of a column."""
 
     def __init__(self, column: str) -> None:
-        """Name the column."""
         self.column = self.name = column
 
     def __repr__(self) -> str:
         return f"col({self.column!r})"
 
     def of(self, table: Any, first: int) -> Any:
-        """Return its values.
-
-        Raises:
-            UsageError: there is no such column.
-        """
         check_columns([self.column], table.column_names, repr(self))
         return table.column(self.column)
 
@@ -261,14 +245,12 @@ class Given(Expr):
     """An expression of pyarrow.compute."""
 
     def __init__(self, expression: Any) -> None:
-        """Take the expression."""
         self._expression = expression
 
     def __repr__(self) -> str:
         return str(self._expression)
 
     def of(self, table: Any, first: int) -> Any:
-        """Return its values."""
         rows = __import__("pyarrow.dataset").dataset.dataset(table)
         return rows.to_table(columns={"x": self._expression}).column("x")
 
@@ -280,12 +262,10 @@ class RowNumber(Expr):
         return "monotonically_increasing_id()"
 
     def of(self, table: Any, first: int) -> Any:
-        """Return the numbers."""
         return arrow().array(np.arange(first, first + table.num_rows))
 
     @property
     def numbers_rows(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -305,7 +285,6 @@ class Call(Expr):
 
     @property
     def numbers_rows(self) -> bool:
-        """Return whether an argument depends on the numbers of rows."""
         return any(
             one.numbers_rows
             for one in (*self._args, *self._kwargs.values())
@@ -313,8 +292,6 @@ class Call(Expr):
         )
 
     def of(self, table: Any, first: int) -> Any:
-        """Return what the function returns."""
-
         def value(one: Any) -> Any:
             return one.of(table, first) if isinstance(one, Expr) else one
 
@@ -457,15 +434,7 @@ def uuid() -> Expr:
 
 
 def expression_of(given: Any, what: str) -> Expr:
-    """Return an expression as one of ours.
-
-    Args:
-        given: such an expression, one of pyarrow.compute, or text such as "age > 30".
-        what: the argument, for errors.
-
-    Raises:
-        UsageError: it is no expression.
-    """
+    """Return an expression, one of pyarrow.compute, or text such as "age > 30", as one of ours."""
     if isinstance(given, Expr):
         return given
     if isinstance(given, str):

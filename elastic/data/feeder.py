@@ -31,7 +31,6 @@ WORK_KEPT = 8
 
 
 def send(sock: socket.socket, value: bytes) -> None:
-    """Send a message."""
     sock.sendall(LENGTH.pack(len(value)))
     sock.sendall(value)
 

@@ -187,7 +187,6 @@ class FeederOnNode:
                 end(sock)
 
     def close(self) -> None:
-        """End all connections."""
         with self._lock:
             self._is_closed = True
             for sock in self._sockets:
@@ -223,7 +222,6 @@ class FeedersOnNodes:
         return [*self._known]
 
     def start(self, name: str) -> Feeder:
-        """Return the feeder at this address."""
         return FeederOnNode(name, self._known[name], self._key, self._tls)
 
     def grow(self) -> None:

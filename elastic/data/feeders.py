@@ -90,9 +90,7 @@ class FeederSource(Protocol):
         """Return the names of the present ones."""
         ...
 
-    def start(self, name: str) -> Feeder:
-        """Return the feeder of this name."""
-        ...
+    def start(self, name: str) -> Feeder: ...
 
     def grow(self) -> None:
         """Have one more, if it can."""
@@ -232,7 +230,6 @@ class Feeders:
             return is_below and len(self._requests) < 2 * self._num_ready
 
     def has(self, key: int) -> bool:
-        """Return whether a batch was requested already."""
         with self._changed:
             return key in self._requests
 
@@ -279,7 +276,6 @@ class Feeders:
         self._waited_s += seconds
 
     def close(self) -> None:
-        """Give up all feeders."""
         with self._changed:
             self._is_closed = True
             feeders, self._open = [*self._open.values()], {}
@@ -442,7 +438,6 @@ class Processes:
         return [f"process {number}" for number in range(self._count)]
 
     def start(self, name: str) -> Feeder:
-        """Start the process of this name."""
         self.present[name] = _Process()
         return self.present[name]
 

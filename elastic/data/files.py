@@ -258,15 +258,12 @@ class RangedFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the position."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -276,7 +273,6 @@ class RangedFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return bytes from the position, and advance it."""
         remaining = self._file.size - self._at
         size = remaining if size is None or size < 0 else min(size, remaining)
         begin = self._at - self._start

@@ -43,7 +43,6 @@ class Csv(FileSource):
     arrow_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Start without a schema."""
         super().__post_init__()
         self._first: Any = None
         # The number of the last row with a wrong number of columns.
@@ -165,7 +164,6 @@ class Lines(FileSource):
     encoding: str = "utf-8"
 
     def __post_init__(self) -> None:
-        """Start without a schema."""
         super().__post_init__()
         self._first: Any = None
 
@@ -325,7 +323,6 @@ class Numpy(FileSource):
     """Files of one array each; a row is an entry of the first axis."""
 
     def __post_init__(self) -> None:
-        """Start without a type."""
         super().__post_init__()
         self._first: tuple[File, Any] | None = None
 
@@ -392,7 +389,6 @@ class Binary(FileSource):
         return [file for file, why in zip(files, problems, strict=True) if not why]
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return the content of the files of a block."""
         some = files[block.file + block.start : block.file + block.stop]
         found = {"bytes": array_of([reader.read(file) for file in some])}
         return {**found, **of_rows([self.partitions(file) for file in some])}

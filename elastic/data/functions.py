@@ -35,7 +35,6 @@ class Function:
 
     @property
     def name(self) -> str:
-        """Return its name for messages."""
         return getattr(self.given, "__name__", type(self.given).__name__)
 
     @property

@@ -47,37 +47,23 @@ class Gatherable(Protocol):
     """A dataset, as its engines see it; what they compute is one, too."""
 
     @property
-    def node(self) -> Node:
-        """Return the node that computes the rows."""
-        ...
+    def node(self) -> Node: ...
 
     def over(self, node: Node) -> Self:
         """Return a dataset of the rows of another node."""
         ...
 
-    def columns(self) -> list[str]:
-        """Return the names of the columns."""
-        ...
+    def columns(self) -> list[str]: ...
 
-    def select_columns(self, cols: str | Sequence[str]) -> Self:
-        """Keep these columns only."""
-        ...
+    def select_columns(self, cols: str | Sequence[str]) -> Self: ...
 
-    def input_files(self) -> list[str]:
-        """Return the paths of all files."""
-        ...
+    def input_files(self) -> list[str]: ...
 
-    def take_all(self) -> list[dict[str, Any]]:
-        """Return all rows."""
-        ...
+    def take_all(self) -> list[dict[str, Any]]: ...
 
-    def to_arrow(self) -> Any:
-        """Return all rows as a pyarrow table."""
-        ...
+    def to_arrow(self) -> Any: ...
 
-    def write_parquet(self, path: str) -> None:
-        """Write all rows to parquet files in a folder."""
-        ...
+    def write_parquet(self, path: str) -> None: ...
 
 
 D = TypeVar("D", bound=Gatherable)
@@ -98,11 +84,6 @@ class Gather(Node):
     memory: int = MEMORY_BYTES
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order.
-
-        Raises:
-            UsageError: they do not fit in memory, or lack a column.
-        """
         tables = [gathered(parent, self.name, self.memory) for parent in self.parents]
         yield from self.work(*tables)
 
@@ -113,11 +94,7 @@ class Gather(Node):
 
 
 def gathered(node: Node, what: str, memory: int) -> Any:
-    """Return all rows of a node as one table.
-
-    Raises:
-        UsageError: they need more than `memory` bytes.
-    """
+    """Return all rows of a node as one table; UsageError if they need more memory."""
     found, size = [], 0
     for batch in node.stream():
         table = to_table(batch)
@@ -140,12 +117,7 @@ class InMemory(Generic[D]):
         self._dataset, self._memory = dataset, memory
 
     def sort(self, key: str | Sequence[str], descending: bool | Sequence[bool] = False) -> D:
-        """Return the rows sorted by columns; missing values come last.
-
-        Args:
-            key: a column, or several.
-            descending: the largest first; for all columns, or for each.
-        """
+        """Return the rows sorted by columns; missing values come last."""
         keys = names_of(key)
         falls = [descending] * len(keys) if isinstance(descending, bool) else list(descending)
         if len(falls) != len(keys):
@@ -200,15 +172,10 @@ class Groups(Generic[D]):
     """Rows grouped by columns; each method returns a dataset with the groups in their order."""
 
     def __init__(self, engine: InMemory[D], keys: list[str]) -> None:
-        """Group by these columns."""
         self._engine, self._keys = engine, keys
 
     def aggregate(self, *functions: AggregateFn) -> D:
-        """Return a row for each group: its keys, and the results of `elastic.data.aggregate`.
-
-        Raises:
-            UsageError: one is no aggregate, or none is given.
-        """
+        """Return a row for each group: its keys, and the results of `elastic.data.aggregate`."""
         wrong = [one for one in functions if not isinstance(one, AggregateFn)]
         if wrong or not functions:
             raise UsageError(

@@ -72,7 +72,6 @@ class Lanes:
         )
 
     def of(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch."""
         return EpochOrder(self, epoch)
 
 

@@ -88,7 +88,6 @@ class Read(Node):
     source: Source = field(default_factory=lambda: Source("nothing"))
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order."""
         return self.source.stream()
 
 
@@ -100,7 +99,6 @@ class ReadFile(Node):
     number: int = 0
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order."""
         return self.source.stream_file(self.number)
 
 
@@ -111,11 +109,9 @@ class Apply(Node):
     operation: Operation = field(default_factory=Operation)
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order."""
         return self.operation.stream(self.parents[0].stream())
 
     def first_rows(self) -> Batch:
-        """Return some rows, to know their columns."""
         batches = self.operation.stream(iter([self.parents[0].first_rows()]))
         found = next((batch for batch in batches if columns_of(batch)), None)
         return super().first_rows() if found is None else found
@@ -142,11 +138,9 @@ class Slice(Node):
     stop: int | None = None
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order."""
         return row_slice(self.parents[0].stream(), self.start, self.stop)
 
     def first_rows(self) -> Batch:
-        """Return some rows, to know their columns."""
         return self.parents[0].first_rows()
 
 
@@ -155,7 +149,6 @@ class Union(Node):
     """The rows of all parents, one after the other, each with the columns of all."""
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order."""
         return itertools.chain.from_iterable(self.filled_parents())
 
 
@@ -247,7 +240,6 @@ class Shuffle(Node):
     reseeds: bool = True
 
     def first_rows(self) -> Batch:
-        """Return some rows, to know their columns."""
         return self.parents[0].first_rows()
 
     def stream(self) -> Iterator[Batch]:

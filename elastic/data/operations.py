@@ -144,7 +144,6 @@ class Blocks(Operation):
         return f"repartition(target_num_rows_per_block={self.size})"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows."""
         return batch
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -251,12 +250,10 @@ class FilterBy(Evaluated):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return False: rows are removed."""
         return False
 
     @property
     def numbers_rows(self) -> bool:
-        """Return whether the expression does."""
         return self.expression.numbers_rows
 
     def _at(self, table: Any, first: int) -> Any:
@@ -283,7 +280,6 @@ class WithColumns(Evaluated):
 
     @property
     def numbers_rows(self) -> bool:
-        """Return whether an expression does."""
         return any(expression.numbers_rows for _, expression in self.expressions)
 
     def _at(self, table: Any, first: int) -> Any:
@@ -311,7 +307,6 @@ class Columns(Operation):
         return f"{self.kind}({self.names})"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the same rows with other columns."""
         there = columns_of(batch)
         check_columns(self.names, there, self.kind)
         if self.kind == "select_columns":
@@ -340,7 +335,6 @@ class Fill(Operation):
     kinds: Mapping[str, Any]
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the same rows with all columns."""
         pa = arrow()
         there = columns_of(batch)
         lacking = {name: kind for name, kind in self.kinds.items() if name not in there}
@@ -368,7 +362,6 @@ class AddColumn(Operation):
         return f"add_column({self.name!r})"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the same rows with the new column."""
         value = self.function(to_format(batch, self.batch_format))
         if np.ndim(value) == 0:
             value = np.full(num_rows(batch), value)
@@ -392,7 +385,6 @@ class Sample(Operation):
 
     @property
     def keeps_rows(self) -> bool:
-        """Return False: rows are removed."""
         return False
 
     @property
@@ -401,7 +393,6 @@ class Sample(Operation):
         return True
 
     def stream(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the sampled rows."""
         generator = np.random.default_rng(self.seed)
         for batch in batches:
             chosen = generator.random(num_rows(batch)) < self.fraction
@@ -419,7 +410,6 @@ class Fetch(Operation):
         return f"torch({type(self.items).__name__})"
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the samples."""
         numbers = to_numpy(batch)["id"].tolist()
         found = np.empty(len(numbers), dtype=object)
         for place, number in enumerate(numbers):

@@ -100,7 +100,6 @@ class Parquet(FileSource):
         return footer, tail
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return a row group, or a part of it."""
         import pyarrow.parquet as parquet
 
         pa, file = arrow(), files[block.file]

@@ -55,14 +55,12 @@ class Rows:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes that were read from files in this process."""
         return self._reader.bytes_read if self._reader is not None else 0
 
     def __len__(self) -> int:
         return self._table.rows
 
     def __getitem__(self, number: int) -> Batch:
-        """Return a batch of one row."""
         return self.__getitems__([number])
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch:
@@ -123,7 +121,6 @@ class Rows:
         return found
 
     def close(self) -> None:
-        """Stop reading ahead."""
         if self._feeders is not None:
             self._feeders.close()
         if self._reader is not None:
@@ -140,7 +137,6 @@ class LaneOrder(OrderedSampler):
     """The sampler of a loader over `Rows`: all places in order, with other indices per epoch."""
 
     def __init__(self, rows: Rows) -> None:
-        """Take size and order of these rows."""
         self._size, self._lanes = len(rows), rows.lanes
 
     def __len__(self) -> int:
@@ -151,9 +147,7 @@ class LaneOrder(OrderedSampler):
         return iter(self.of(0))
 
     def of(self, epoch: int) -> Sequence[int]:
-        """Return the indices of an epoch."""
         return range(epoch * self._size, (epoch + 1) * self._size)
 
     def print(self, epoch: int) -> int:
-        """Return a 32-bit fingerprint of an epoch's order."""
         return derive(self._lanes.fingerprint, epoch) & 0xFFFFFFFF

@@ -17,7 +17,6 @@ class SkippedCounts:
     _now: dict[str, int] = field(default_factory=dict)
 
     def begin_pass(self) -> None:
-        """Count anew."""
         self._now = {}
 
     def add(self, what: str) -> int:

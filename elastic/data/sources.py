@@ -145,12 +145,10 @@ class FileSource(Source):
     compression: str | None = None
 
     def __post_init__(self) -> None:
-        """Check `on_error`."""
         check_on_error(self.on_error, self.name)
 
     @property
     def skips(self) -> bool:
-        """Return whether broken data is skipped."""
         return self.on_error == "skip"
 
     def files(self) -> list[File]:
@@ -179,7 +177,6 @@ class FileSource(Source):
 
     @property
     def files_seed(self) -> int | None:
-        """Return the seed of another order of the files in each epoch."""
         if self.shuffle is None or not reseeds(self.shuffle):
             return None
         return seed_of(self.shuffle)
@@ -234,7 +231,6 @@ def with_columns(batch: Batch, values: Mapping[str, Any]) -> Batch:
 
 
 def check_on_error(value: str, what: str) -> None:
-    """Refuse a value other than "raise" and "skip"."""
     if value not in ("raise", "skip"):
         raise UsageError(f"{what}: on_error={value!r}: expected 'raise' or 'skip'")
 
@@ -264,7 +260,6 @@ class Memory(Source):
         )
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return the rows of a block."""
         del reader, files
         return sliced(self.batches[block.group], block.start, block.stop)
 
@@ -279,7 +274,6 @@ class Range(Source):
         return Listing((), _blocks_of(self.count, 8))
 
     def read(self, reader: Reader, files: Sequence[File], block: Block) -> Batch:
-        """Return the numbers of a block."""
         del reader, files
         begin = block.group * BLOCK_ROWS
         return {"id": np.arange(begin + block.start, begin + block.stop)}
@@ -311,7 +305,6 @@ class HuggingFace(Source):
     dataset: Any = None
 
     def stream(self) -> Iterator[Batch]:
-        """Yield all rows in order."""
         held: list[Any] = []
         if hasattr(self.dataset, "with_format") and hasattr(self.dataset, "__len__"):
             yield from self.dataset.with_format("arrow").iter(batch_size=BLOCK_ROWS)

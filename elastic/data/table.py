@@ -60,22 +60,18 @@ class Table:
 
     @cached_property
     def blocks(self) -> list[tuple[Part, Block]]:
-        """Return all blocks, each with its part."""
         return [(part, block) for part in self.parts for block in part.blocks]
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return the number of rows of each block."""
         return [block.stop - block.start for _, block in self.blocks]
 
     @property
     def operations(self) -> list[tuple[Operation, ...]]:
-        """Return the operations of each part."""
         return [part.operations for part in self.parts]
 
     @cached_property
     def rows(self) -> int:
-        """Return the number of rows."""
         return sum(self.sizes)
 
     @cached_property

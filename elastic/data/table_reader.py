@@ -35,7 +35,6 @@ class TableReader:
     """Reads rows of a table in the order of its lanes, and caches the windows in use."""
 
     def __init__(self, table: Table, lanes: Lanes) -> None:
-        """Read nothing yet."""
         self._table, self._lanes = table, lanes
         self._orders: dict[int, Any] = {}
         self._sizes = np.asarray(table.sizes, np.int64)
@@ -55,7 +54,6 @@ class TableReader:
 
     @property
     def bytes_read(self) -> int:
-        """Return the number of bytes read from files by this process."""
         return sum(reader.bytes_read for reader in self._readers.values())
 
     def gather(self, epoch: int, places: Any) -> Gathered:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
 

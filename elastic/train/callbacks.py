@@ -45,7 +45,6 @@ class CallbackRunner:
 
     @property
     def receives(self) -> bool:
-        """Return whether there is any callback."""
         return bool(self._callbacks)
 
     def begin(self) -> None:
@@ -79,7 +78,6 @@ class CallbackRunner:
             self._deliver(is_over=True)
 
     def ended(self, result: Result) -> None:
-        """Call `after_run`."""
         for callback in self._callbacks:
             callback.after_run(self._context, result)
 

@@ -237,15 +237,8 @@ class DatasetShard(DataIterator):
     ) -> ShardBatches:
         """Return an iterable over batches of arrays, a DataFrame or a table.
 
-        Args:
-            batch_size: rows of a batch.
-            batch_format: "numpy" (the default), "pandas" or "pyarrow".
-            drop_last: see `iter_torch_batches`, as all others.
-            local_shuffle_buffer_size: see there.
-            local_shuffle_seed: see there.
-            global_batch_size: see there.
-            weigh: see there.
-            others: Ray's, without effect here.
+        The format is "numpy" (the default), "pandas" or "pyarrow"; for all else see
+        `iter_torch_batches`.
         """
         check_others("iter_batches", others, *OF_PASSES)
         self._shuffle(local_shuffle_buffer_size, local_shuffle_seed)

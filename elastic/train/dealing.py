@@ -68,7 +68,6 @@ class Order:
         return self._size
 
     def of(self, epoch: int) -> Sequence[Any]:
-        """Return the order of the pass of this number."""
         if self._drawn is not None:
             return self._drawn.of(epoch)
         if not self._shuffles:

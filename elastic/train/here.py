@@ -60,7 +60,6 @@ def as_raised(error: BaseException) -> Exception:
 
 
 def failed_here(run: LocalRun, error: BaseException) -> WorkerGroupError:
-    """Return the error of a failed run in this process."""
     from elastic.worker.engine.outcome import failure_of
     from elastic.worker.process.local import torchrun_rank
 

@@ -37,7 +37,6 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the stream, which ends the thread."""
         self._stream.close()
 
     def _run(self) -> None:

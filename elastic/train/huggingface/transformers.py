@@ -406,7 +406,6 @@ class _Steps:
         return steps
 
     def __iter__(self) -> Iterator[WholeStep]:
-        """Begin an epoch."""
         return self._run.steps(self._loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -489,7 +488,6 @@ class _InSteps(Trainer):
         return BY_SAMPLES if items is None else items
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples of a step."""
         return self._elastic.global_batch
 
     def _init_training_state(self, *args: Any, **named: Any) -> tuple[int, int]:

@@ -103,7 +103,6 @@ class _Refused(RayDDPStrategy):
     reason = ""
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        """Take any arguments."""
         del args, named
         super().__init__()
 

@@ -109,7 +109,6 @@ class Steps:
         return steps
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Begin an epoch."""
         return iter(()) if self._fit is None else self._fit.steps(self._loader)
 
     def __getattr__(self, name: str) -> Any:
