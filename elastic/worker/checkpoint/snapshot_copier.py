@@ -43,7 +43,7 @@ from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.group.accelerators import accelerator_of, beside, record, wait_done
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
-from elastic.worker.state.dtensor import is_dtensor
+from elastic.worker.state.dtensor import local_part
 from elastic.worker.state.packing import (
     Trace,
     places_print,
@@ -311,10 +311,10 @@ def _hold(
 
     None to copy everything at once.
     """
-    ours = [_held_here(tensor) for tensor in tensors]
+    ours = [local_part(tensor) for tensor in tensors]
     watched, addresses = list[torch.Tensor](), set[int]()
     for tensor in still:
-        held = _held_here(tensor)
+        held = local_part(tensor)
         address = _address_of(held)
         if not address:
             continue
@@ -330,14 +330,6 @@ def _hold(
     for number in changing:
         tensors[number] = tensors[number].clone()
     return [(tensor, tensor._version) for tensor in watched]
-
-
-def _held_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, without a copy."""
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():  # With gradients it would be a view of its own, with other counts.
-        return tensor.to_local()
 
 
 def _address_of(tensor: torch.Tensor) -> int:

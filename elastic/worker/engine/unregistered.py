@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic.errors import UsageError
 from elastic.worker.engine.divergence import registered_values
 from elastic.worker.state.checksums import flat_bytes
-from elastic.worker.state.dtensor import is_dtensor, is_flat_fsdp
+from elastic.worker.state.dtensor import is_flat_fsdp, local_part
 from elastic.worker.state.pending_steps import parameters_of
 from elastic.worker.state.train_state import TrainState
 
@@ -207,25 +207,16 @@ def _values(container: Any) -> list[Any]:
 def _place(tensor: torch.Tensor) -> int:
     """Return where a tensor lies; of a kind that does not tell, a number of its own."""
     try:
-        return _held_here(tensor).untyped_storage().data_ptr()
+        return local_part(tensor).untyped_storage().data_ptr()
     except Exception:
         return id(tensor)
-
-
-def _held_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor.
-
-    An operation on a DTensor may be a collective, for which no other rank may be there: only who is
-    called again has the weights of the call before.
-    """
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 # --------------------------------------------------------------------------- how it is seen
 
 
 def _print_of(tensors: Iterable[torch.Tensor]) -> Print:
-    few = (flat_bytes(_held_here(one))[:FEW_BYTES] for one in tensors)
+    few = (flat_bytes(local_part(one))[:FEW_BYTES] for one in tensors)
     return tuple(zlib.crc32(one.cpu().numpy().data) for one in few)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -17,6 +19,17 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     return _is_a(value, "torch.distributed.tensor", "DTensor")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor, without a copy.
+
+    An operation on a DTensor itself may be a collective, for which no other rank may be there.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # With gradients it would be a view of its own, with other counts.
+        return tensor.to_local()
 
 
 def dtensor_class() -> tuple[type, ...]:
