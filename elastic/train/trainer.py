@@ -56,7 +56,7 @@ from elastic.train.overruled import check_size, check_trial, warn_overruled
 from elastic.train.result import Result, committed_in, kept_of, result_of
 from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
-from elastic.train.stored import pack_trainer, read_trainer
+from elastic.train.stored import pack_arguments, read_arguments
 from elastic.train.validation import ValidationConfig
 from elastic.worker.engine import train_call
 from elastic.worker.process.entry import takes_config
@@ -211,7 +211,11 @@ class DataParallelTrainer:
                 f"TorchTrainer.restore({str(path)!r}): {state}; expected the directory "
                 f"storage_path/name of a run that did not succeed"
             )
-        stored = {} if train_loop_per_worker is not None else read_trainer(files)
+        stored: dict[str, Any] = {}
+        if train_loop_per_worker is None:
+            where = f"TorchTrainer.restore({files.path!r})"
+            pass_it = "pass the train function: TorchTrainer.restore(path, train_func, ...)"
+            stored = read_arguments(files, TRAINER_FILE, where, pass_it)
         passed = {
             "train_loop_per_worker": train_loop_per_worker,
             "train_loop_config": train_loop_config,
@@ -553,7 +557,7 @@ class DataParallelTrainer:
         )
 
     def _pickled(self) -> bytes:
-        return pack_trainer(
+        return pack_arguments(
             {
                 "train_loop_per_worker": self.train_loop_per_worker,
                 "train_loop_config": self.train_loop_config,

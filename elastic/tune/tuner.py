@@ -14,13 +14,14 @@ import cloudpickle
 
 from elastic.client.jobs import Client
 from elastic.client.submission import DEFAULT_STORAGE, directory_of, plain_name, run_path_of
-from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
+from elastic.errors import ConfigError, NameTaken, UsageError
 from elastic.storage.files import Files
 from elastic.storage.filesystems import url_in
 from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
 from elastic.train.cluster import check_fits, require_cluster
 from elastic.train.config import RunConfig
+from elastic.train.stored import pack_arguments, read_arguments
 from elastic.train.trainer import DataParallelTrainer
 from elastic.tune import space as spaces
 from elastic.tune.callback import Callbacks
@@ -137,7 +138,8 @@ class Tuner:
                 f"Tuner.restore({str(path)!r}): no study is there (it has no study.jsonl); "
                 f"expected the directory storage_path/name of a study"
             )
-        stored = _stored(log.files)
+        called = f"Tuner.restore({log.files.path!r})"
+        stored = read_arguments(log.files, TUNER_FILE, called, "begin another study")
         space = param_space if param_space is not None else stored["param_space"]
         parent, _, name = where.rpartition("/")
         run_config = replace(stored["run_config"], name=name, storage_path=parent)
@@ -268,14 +270,13 @@ class Tuner:
 
     def _store(self, files: Files) -> None:
         """Pickle the study's configuration for `restore`."""
-        parts = {
-            "param_space": self._space,
-            "tune_config": self._tune_config,
-            "run_config": self._run_config,
-        }
-        bare = {**parts, "run_config": replace(self._run_config, callbacks=())}
-        # Callbacks that cannot be pickled are lost on restore, unless they are passed again.
-        data = _pickled(parts) or _pickled(bare)
+        data = pack_arguments(
+            {
+                "param_space": self._space,
+                "tune_config": self._tune_config,
+                "run_config": self._run_config,
+            }
+        )
         if not data:
             raise UsageError(
                 "Tuner: param_space or tune_config cannot be pickled, and a study that cannot be "
@@ -399,23 +400,3 @@ def _merged(run_config: RunConfig | None, trainable: Any) -> RunConfig:
         return theirs
     changed = {name: getattr(run_config, name) for name in run_config.given}
     return replace(replace(theirs, name=None, storage_path=None), **changed)
-
-
-def _pickled(parts: Mapping[str, Any]) -> bytes:
-    """Return a pickle, b"" if it cannot be made."""
-    try:
-        return bytes(cloudpickle.dumps(dict(parts)))
-    except Exception:
-        return b""
-
-
-def _stored(files: Files) -> dict[str, Any]:
-    try:
-        return dict(cloudpickle.loads(files.read(TUNER_FILE)))
-    except StorageError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"Tuner.restore({files.path!r}): {TUNER_FILE} cannot be unpickled here "
-            f"({type(error).__name__}: {error})"
-        ) from error

@@ -373,7 +373,7 @@ def test_restoring_with_a_function_unpickles_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is damaged, and was not read; pass the train function"):
         TorchTrainer.restore(tmp_path / "r")
     (tmp_path / "r" / "trainer.pkl").unlink()
-    with pytest.raises(UsageError, match=r"no trainer is stored there.*pass the train function"):
+    with pytest.raises(UsageError, match=r"nothing is stored there.*pass the train function"):
         TorchTrainer.restore(tmp_path / "r")
 
 
