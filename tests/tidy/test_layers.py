@@ -88,7 +88,6 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
     "elastic/train/here.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
-    "elastic/worker/process/error_file.py": "names the file that torch's @record writes",
     "elastic/worker/process/import_zygote.py": "notices what asks for a place during imports",
     "elastic/worker/process/early_run.py": "notices when user code asks for its place early",
     "elastic/agent/doctor.py": "elastic-agent doctor: a process starts here",

@@ -4,7 +4,7 @@ What is where:
 
     start         zygote, import_zygote, main, warmup, gloo_trial
     main threads  control (owns the machine), runner (calls user code)
-    user code     entry, program, early_run, importing, environment, error_file
+    user code     entry, program, early_run, importing, environment
     alone         local (in the user's own process)
     the machine   devices (which GPUs it sees), gloo_watchdog, broken_group_hold
     beside        tracking, tracking_process, validation_process, event_writer, profiling

@@ -30,7 +30,6 @@ import cloudpickle
 
 from elastic.core.world import Entry, EntryKind
 from elastic.errors import UsageError
-from elastic.worker.process.error_file import error_file
 from elastic.worker.process.importing import (
     import_ahead,
     imports_of,
@@ -158,13 +157,7 @@ def load(entry: Entry, *, imports_ahead: bool = True) -> Callable[[], EntryCall]
     else:
         is_foreign = not uses_us(_module_files(entry), Path())
         run = partial(_run_module, entry)
-    return lambda: EntryCall(partial(_run_to_end, run), is_foreign=is_foreign)
-
-
-def _run_to_end(run: Callable[[], None]) -> None:
-    """Run a script until it ends, which it may do by `sys.exit`."""
-    with error_file():
-        run()
+    return lambda: EntryCall(run, is_foreign=is_foreign)
 
 
 def end_script() -> None:

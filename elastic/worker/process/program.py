@@ -36,7 +36,6 @@ from elastic.runtime import worker_ports
 from elastic.runtime.worker_ports import PortRange, listen_within, remedy
 from elastic.worker.engine.train_call import current
 from elastic.worker.group.resolver import forget_name_servers
-from elastic.worker.process.error_file import VARIABLE as ERROR_FILE
 from elastic.worker.process.main import die_with_parent
 
 log = logging.getLogger("elastic.worker.process.program")
@@ -47,6 +46,8 @@ OTHERS_S = 1.0
 """A child that fails may do so because another one was lost: so long its group may turn out to be
 over before the failure is taken for its own."""
 POLL_S = 0.02
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's `@record` writes down what a script raised."""
 PORT_KEY = "program/port"
 BACKLOG = 1024
 """Programs that may connect at the same moment."""
