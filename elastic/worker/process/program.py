@@ -19,10 +19,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ from elastic.errors import GroupError, ProgramFailed, UsageError
 from elastic.runtime import worker_ports
 from elastic.runtime.worker_ports import PortRange, listen_within, remedy
 from elastic.worker.engine.train_call import current
-from elastic.worker.group.resolver import forget_name_servers
 from elastic.worker.process.main import die_with_parent
 
 log = logging.getLogger("elastic.worker.process.program")
@@ -127,22 +124,13 @@ def _open_store(host: str, ports: PortRange) -> dist.TCPStore:
             f"a store for programs cannot listen on {host}: {error}; {remedy(error)}"
         ) from error
     port = listener.getsockname()[1]
-    made: Future[dist.TCPStore] = Future()
-
-    def serve() -> None:
-        forget_name_servers()
-        try:
-            store = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
-        except BaseException as error:
-            made.set_exception(error)
-        else:
-            made.set_result(store)
-
-    threading.Thread(target=serve, name="elastic-serve", daemon=True).start()
-    return made.result()
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _start(words: list[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
