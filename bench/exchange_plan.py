@@ -4,7 +4,7 @@
 
 Runs the planner that workers run, for every rank of a world, and counts. Nothing is sent. Beside
 each world a ring over the same buckets; at the right, whom else a rank exchanges with after a node
-is lost.
+is lost, the most of up to 31 that are tried in turn.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.table import Table
 from elastic.core.policy.exchange_plan import (
     MESSAGE_BYTES,
     ExchangePlan,
+    GroupShape,
     bucket_bytes_for,
     partners,
     shape_of,
@@ -56,23 +57,18 @@ class World:
         nodes = {place.worker_id: place.node_id for place in places}
         return World(nodes, self.num_micro_batches)
 
+    def shape(self) -> GroupShape:
+        """Return how the ranks are joined; the same object for nodes of the same sizes."""
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.nodes.values()))}
+        return shape_of([numbers[node] for node in self.nodes.values()])
+
     def plans(self, size: int) -> list[ExchangePlan]:
         """Return the plan of each rank for a bucket of so many elements."""
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.nodes.values()))}
-        shape = shape_of([numbers[node] for node in self.nodes.values()])
-        grain = MESSAGE_BYTES // ELEMENT_BYTES
+        shape, grain = self.shape(), MESSAGE_BYTES // ELEMENT_BYTES
         return [
             tree_plan(rank, self.num_micro_batches, shape, size, grain)
             for rank in range(len(self.nodes))
         ]
-
-    def edges(self, plans: list[ExchangePlan]) -> dict[WorkerId, set[WorkerId]]:
-        """Return whom each worker talks to."""
-        workers = list(self.nodes)
-        return {
-            workers[rank]: {workers[other] for other in partners(plan)}
-            for rank, plan in enumerate(plans)
-        }
 
 
 def row(world: World, parameters: int) -> list[str]:
@@ -97,7 +93,7 @@ def row(world: World, parameters: int) -> list[str]:
         for one in (*plan.reduce, *plan.gather)
         for move in one.sends
     )
-    counts = [len(one) for one in world.edges(plans).values()]
+    counts = [len(partners(plan)) for plan in plans]
     return [
         f"{workers:,}",
         f"{world.num_micro_batches:,}",
@@ -112,7 +108,7 @@ def row(world: World, parameters: int) -> list[str]:
 
 
 def new_partners(world: World, plans: list[ExchangePlan], size: int) -> tuple[str, str]:
-    """Count whom ranks exchange with after a node's loss and did not before.
+    """Count whom ranks exchange with after a node's loss and did not before, for up to 31 nodes.
 
     Returns:
         Most and mean of the workers that keep their rank, and most of those that get another.
@@ -120,12 +116,17 @@ def new_partners(world: World, plans: list[ExchangePlan], size: int) -> tuple[st
     nodes = list(dict.fromkeys(world.nodes.values()))
     if len(nodes) == 1:
         return "", ""
-    after = world.without(nodes[len(nodes) // 3])
-    before, now = world.edges(plans), after.edges(after.plans(size))
+    known = {world.shape(): [partners(plan) for plan in plans]}
     ranks = {worker: rank for rank, worker in enumerate(world.nodes)}
     keep, change = [], []
-    for rank, (worker, found) in enumerate(now.items()):
-        (keep if ranks[worker] == rank else change).append(len(found - before[worker]))
+    for node in nodes[:: -max(1, len(nodes) // 16)]:
+        after = world.without(node)
+        if after.shape() not in known:
+            known[after.shape()] = [partners(plan) for plan in after.plans(size)]
+        old = [ranks[worker] for worker in after.nodes]
+        for rank, (was, found) in enumerate(zip(old, known[after.shape()], strict=True)):
+            new = {old[other] for other in found} - known[world.shape()][was]
+            (keep if was == rank else change).append(len(new))
     return f"{max(keep)} / {statistics.mean(keep):.1f}", f"{max(change, default=0)}"
 
 

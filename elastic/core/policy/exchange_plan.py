@@ -8,6 +8,11 @@ adds siblings as they meet. At the top each rank holds a slice of the total; the
 it back over the same edges. With two groups in each join this is recursive halving, for any W and
 in the tree's order; with all ranks in one join it is an all-to-all.
 
+Where a slice lies follows from its rank's place in a tree of nodes that lacks none: halves again
+and again. What a lacking rank would own goes to another one on each level, so that nobody meets
+the partners of two, groups of different sizes have few in each other, and a node less at the end
+changes few (docs/explain/exchange.md counts them).
+
 Rule: a plan is a function of (V, the node of each rank, size), the same on all ranks. Neither the
 shape nor the slices are part of the result: every plan gives the plain tree's bits.
 """
@@ -18,13 +23,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from math import gcd, lcm
+from itertools import pairwise
+from math import lcm
 
 from elastic.core.policy.microbatch import Span, additions_to, deal, split, subtrees
 
 AT_ONCE = 8
-"""Nodes joined in one round: as many bytes as with halving, in fewer rounds."""
+"""Nodes joined in one round: as many bytes as with halving, in fewer rounds. Also how many times
+larger one of two groups may be: so many partners has each rank of the smaller one."""
 MESSAGE_BYTES = 64 << 10
 """Below this size the cost per message exceeds the cost of its bytes."""
 BUCKET_BYTES = 4 << 20
@@ -38,13 +44,11 @@ class GroupShape:
     Attributes:
         ranks: its first rank, and the one after its last.
         groups: two or more, in order; none for a single rank.
-        weight: its part of what is joined, in proportion to that of the groups joined with it.
         is_local: all of its ranks are on one node.
     """
 
     ranks: Span
     groups: tuple[GroupShape, ...] = ()
-    weight: int = 1
     is_local: bool = True
 
     @property
@@ -143,12 +147,9 @@ def bucket_bytes_for(world_size: int) -> int:
 def shape_of(nodes: Sequence[int], *, at_once: int = AT_ONCE) -> GroupShape:
     """Return how a group is joined: the ranks of each node at once, then nodes as the tree is.
 
-    Two groups own a half each, also where the second lacks some nodes: there the last ranks own
-    more, as they have more micro-batches. So a node less at the end changes nobody else's slice.
-
     Args:
         nodes: a number for each rank, the same for the ranks of one node, which are adjacent.
-        at_once: nodes that are joined in one round.
+        at_once: see `AT_ONCE`.
     """
     starts = [rank for rank in range(len(nodes)) if not rank or nodes[rank] != nodes[rank - 1]]
     return _shape_of((*starts, len(nodes)), at_once)
@@ -157,54 +158,37 @@ def shape_of(nodes: Sequence[int], *, at_once: int = AT_ONCE) -> GroupShape:
 @lru_cache(maxsize=64)
 def flat_shape(world_size: int) -> GroupShape:
     """Return the shape of a group whose ranks are all joined at once, wherever they are."""
-    if world_size == 1:
-        return GroupShape((0, 1))
-    ranks = tuple(GroupShape((rank, rank + 1)) for rank in range(world_size))
-    return GroupShape((0, world_size), ranks, is_local=False)
+    return _at_once((0, world_size), is_local=False)
 
 
 @lru_cache(maxsize=8)
 def _shape_of(starts: tuple[int, ...], at_once: int) -> GroupShape:
     """Do so for nodes that begin at these ranks; the last number is that of all ranks."""
-    nodes = [_node_shape(ranks) for ranks in pairwise(starts)]
 
-    def join(low: int, high: int, places: int) -> GroupShape:
-        """Return the shape of nodes low to high.
-
-        Args:
-            low: first node.
-            high: the one after the last.
-            places: of equal slices that their ranks share; at least as many as those.
-        """
-        first, last = starts[low], starts[high]
+    def join(low: int, high: int) -> GroupShape:
+        """Return the shape of nodes low to, not including, high."""
+        ranks = first, last = starts[low], starts[high]
         if high - low == 1:
-            return replace(nodes[low], weight=places)
-        if high - low <= at_once:
-            ends = [deal(rank, last - first, places)[1] for rank in range(last - first)]
-            bounds = [0, *(ends[start - first - 1] for start in starts[low + 1 : high + 1])]
-            groups = tuple(
-                replace(node, weight=end - begin)
-                for node, (begin, end) in zip(nodes[low:high], pairwise(bounds), strict=True)
-            )
-        else:
-            middle = split((low, high))
-            sizes = [starts[middle] - first, last - starts[middle]]
-            if 2 * (high - middle) < middle - low:
-                # The few on the right would have to send to all others.
-                middle = (low + high) // 2
-                sizes = [starts[middle] - first, last - starts[middle]]
-            else:
-                sizes = [max(sizes)] * 2
-            groups = join(low, middle, sizes[0]), join(middle, high, sizes[1])
-        return GroupShape((first, last), groups, places, is_local=False)
+            return _at_once(ranks, is_local=True)
+        sizes = {end - start for start, end in pairwise(starts[low : high + 1])}
+        if high - low <= at_once and len(sizes) == 1:
+            nodes = tuple(join(node, node + 1) for node in range(low, high))
+            return GroupShape(ranks, nodes, is_local=False)
+        middle = split((low, high))
+        if at_once * (last - starts[middle]) < starts[middle] - first:
+            # The few on the right would have to send to all others.
+            middle = (low + high) // 2
+        return GroupShape(ranks, (join(low, middle), join(middle, high)), is_local=False)
 
-    return join(0, len(nodes), starts[-1])
+    return join(0, len(starts) - 1)
 
 
-def _node_shape(ranks: Span) -> GroupShape:
-    if ranks[1] - ranks[0] == 1:
+def _at_once(ranks: Span, *, is_local: bool) -> GroupShape:
+    first, last = ranks
+    if last - first == 1:
         return GroupShape(ranks)
-    return GroupShape(ranks, tuple(GroupShape((rank, rank + 1)) for rank in range(*ranks)))
+    each = tuple(GroupShape((rank, rank + 1)) for rank in range(first, last))
+    return GroupShape(ranks, each, is_local)
 
 
 @dataclass(frozen=True)
@@ -215,11 +199,15 @@ class _Slices:
         owners: ranks, in the order of their slices.
         ends: where their slices begin, from 0, and the end of the last one, which is the whole.
         place: of each rank in that order.
+        homes: where their slices after the next join begin or, if shared, lie; the first at 0.
+        grid: the end of the whole, as homes are counted.
     """
 
     owners: tuple[int, ...]
     ends: tuple[int, ...]
     place: dict[int, int]
+    homes: tuple[int, ...]
+    grid: int
 
     def of(self, rank: int) -> Span:
         return self.ends[self.place[rank]], self.ends[self.place[rank] + 1]
@@ -233,8 +221,9 @@ class _Slices:
 def _slices(shape: GroupShape, whole: int = 0) -> _Slices:
     """Return the slices of a group.
 
-    They lie as those before lay, by their middles, so that each rank keeps as much as possible of
-    what it holds.
+    What is between two homes of the groups is divided evenly among the ranks whose home is at its
+    beginning: their new homes are in there, each in the part of its group. So no home depends on
+    what other groups lack.
 
     Args:
         shape: of the group.
@@ -246,18 +235,34 @@ def _slices(shape: GroupShape, whole: int = 0) -> _Slices:
         factor = whole // own.ends[-1]
         return replace(own, ends=tuple(end * factor for end in own.ends))
     if not shape.groups:
-        return _Slices((shape.ranks[0],), (0, 1), {shape.ranks[0]: 0})
-    whole = lcm(*(_slices(group).ends[-1] for group in shape.groups))
-    unit = gcd(*(group.weight for group in shape.groups))
-    placed = []
-    for group in shape.groups:
-        slices = _slices(group, whole)
-        for rank, (first, last) in zip(slices.owners, pairwise(slices.ends), strict=True):
-            placed.append((first + last, rank, (last - first) * group.weight // unit))
-    placed.sort()
-    owners = tuple(rank for _, rank, _ in placed)
-    ends = tuple(accumulate((width for *_, width in placed), initial=0))
-    return _Slices(owners, ends, {rank: place for place, rank in enumerate(owners)})
+        return _Slices((shape.ranks[0],), (0, 1), {shape.ranks[0]: 0}, (0,), 1)
+    groups, turns = [_slices(group) for group in shape.groups], _turns(shape)
+    # Seven ranks of a node hold sevenths; beside nodes of eight, their homes are at eighths.
+    grid = max(one.grid for one in groups)
+    at_home: dict[int, list[tuple[int, int]]] = {}
+    for one, turn in zip(groups, turns, strict=False):
+        for rank, home in zip(one.owners, one.homes, strict=True):
+            at_home.setdefault(home * grid // one.grid, []).append((turn, rank))
+    whole = lcm(*(grid * len(one) for one in at_home.values()), *(one.ends[-1] for one in groups))
+    owners, ends, homes = [], [], []
+    for begin, end in pairwise((*sorted(at_home), grid)):
+        width = whole // grid * (end - begin) // len(at_home[begin])
+        for index, (turn, rank) in enumerate(sorted(at_home[begin])):
+            owners.append(rank)
+            ends.append(whole // grid * begin + width * index)
+            homes.append(begin * len(turns) + (end - begin) * turn * bool(index))
+    place = {rank: place for place, rank in enumerate(owners)}
+    return _Slices(tuple(owners), (*ends, whole), place, tuple(homes), grid * len(turns))
+
+
+def _turns(shape: GroupShape) -> Sequence[int]:
+    """Return which part of a common slice each group gets: for nodes, as if joined by twos."""
+    if shape.is_local:
+        return range(len(shape.groups))
+    turns = [0]
+    while len(turns) < len(shape.groups):
+        turns = [2 * turn for turn in turns] + [2 * turn + 1 for turn in turns]
+    return turns
 
 
 @dataclass(frozen=True)
