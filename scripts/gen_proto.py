@@ -53,37 +53,23 @@ def install_tools(tools: Path) -> None:
                 raise
 
 
-def has_service(proto: Path) -> bool:
-    """Tell whether a file declares an RPC service: only then it gets a *_pb2_grpc.py."""
-    return re.search(r"^service\s+\w+", proto.read_text(), re.MULTILINE) is not None
-
-
 def compile_protos(proto_root: Path, output: Path, tools: Path) -> None:
     """Run protoc over every file below `proto_root`, writing below `output`.
 
     Raises:
         RuntimeError: protoc refused a file; the message is its own.
     """
-    protos = sorted(proto_root.rglob("*.proto"))
-    services = [proto for proto in protos if has_service(proto)]
+    names = [str(file.relative_to(proto_root)) for file in sorted(proto_root.rglob("*.proto"))]
     protoc = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={proto_root}"]
-    runs = [
-        ([f"--python_out={output}", f"--pyi_out={output}"], protos),
-        ([f"--grpc_python_out={output}"], services),
-    ]
-    for options, files in runs:
-        if not files:
-            continue
-        names = [str(file.relative_to(proto_root)) for file in files]
-        done = subprocess.run(
-            [*protoc, *options, *names],
-            check=False,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(tools)},
-        )
-        if done.returncode:
-            raise RuntimeError(f"protoc refused {', '.join(names)}:\n{done.stderr.strip()}")
+    done = subprocess.run(
+        [*protoc, f"--python_out={output}", f"--pyi_out={output}", *names],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tools)},
+    )
+    if done.returncode:
+        raise RuntimeError(f"protoc refused {', '.join(names)}:\n{done.stderr.strip()}")
 
 
 def relocate(text: str) -> str:

@@ -46,7 +46,7 @@ TAKEOVER_PAUSE_S_MAX = 0.5
 LAST_ERROR = "last error: "
 
 Start = Callable[[grpc.Channel], Any]
-"""Picks a method of a stub on this channel."""
+"""Makes the callable of a method on this channel."""
 
 
 def longer(pause_s: float) -> float:

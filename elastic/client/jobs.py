@@ -25,6 +25,7 @@ from elastic.errors import NameTaken, NotFound
 from elastic.runtime.access import Access, as_access
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.rpc import NO_ACCESS, parse_endpoints
+from elastic.runtime.services import caller_of
 from elastic.wire.codec_jobs import (
     ClusterStatus,
     JobEvent,
@@ -34,10 +35,15 @@ from elastic.wire.codec_jobs import (
     status_from_proto,
     submit_request,
 )
-from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+from elastic.wire.generated.elastic.v1 import jobs_pb2
 
 T = TypeVar("T")
 
+METHODS = {
+    method.name: method
+    for service in jobs_pb2.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
 READ_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 25.0
 """Longer than a coordinator's own timeout for a request."""
@@ -307,9 +313,7 @@ class Client:
         stale_ok: bool = False,
     ) -> Any:
         def start(channel: grpc.Channel) -> Any:
-            is_clusters = method in ("Status", "Drain", "Cordon")
-            stub = jobs_pb2_grpc.ClusterStub if is_clusters else jobs_pb2_grpc.JobsStub
-            return getattr(stub(channel), method)
+            return caller_of(channel, METHODS[method])
 
         if self.call_timeout_s is not None:
             timeout_s = min(timeout_s, self.call_timeout_s)

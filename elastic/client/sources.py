@@ -6,9 +6,6 @@ Rule: a resumed stream repeats nothing. If output may be missing, it contains a 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import grpc
 
 from elastic.client.streams import ReopenStream
 from elastic.core.view import JobView
@@ -21,8 +18,9 @@ from elastic.wire.codec_jobs import (
     log_chunk_from_proto,
     timed_note_from_proto,
 )
-from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+from elastic.wire.generated.elastic.v1 import jobs_pb2
 
+JOBS = jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].methods_by_name
 AGENTS_RETURN_S = 15.0
 """Agents reconnect within this time after the coordinator, or their nodes are lost."""
 REMARK = "[elastic] "
@@ -37,21 +35,19 @@ class JobSource:
         is_complete: whether the job's end was received.
     """
 
+    method = JOBS["Watch"]
+
     def __init__(self, job: str) -> None:
         self.is_complete = False
-        self._job = job
+        self.request = jobs_pb2.WatchRequest(job=job)
 
     def opened(self) -> None:
         """Do nothing: each call begins with a snapshot."""
 
-    def start(self, channel: grpc.Channel, **options: Any) -> Any:
-        request = jobs_pb2.WatchRequest(job=self._job)
-        return jobs_pb2_grpc.JobsStub(channel).Watch(request, **options)
-
     def decode(self, message: jobs_pb2.JobEvent, now_ns: int) -> JobEvent:
         event = job_event_from_proto(message, now_ns)
         if isinstance(event, JobView):
-            self._job = event.record.spec.job_id  # Names are reused, ids are not.
+            self.request.job = event.record.spec.job_id  # Names are reused, ids are not.
             self.is_complete = event.record.phase in ENDED
         return event
 
@@ -63,19 +59,18 @@ class EventSource:
         is_complete: True: the coordinator ends the stream when there are no more.
     """
 
+    method = JOBS["Events"]
+
     def __init__(self, job: str, *, follow: bool) -> None:
         self.is_complete = True
-        self._request = jobs_pb2.EventsRequest(job=job, follow=follow)
+        self.request = jobs_pb2.EventsRequest(job=job, follow=follow)
 
     def opened(self) -> None:
         """Do nothing: a call includes the time of the last event."""
 
-    def start(self, channel: grpc.Channel, **options: Any) -> Any:
-        return jobs_pb2_grpc.JobsStub(channel).Events(self._request, **options)
-
     def decode(self, message: jobs_pb2.TimedNote, now_ns: int) -> TimedNote:
         del now_ns
-        self._request.after_unix_ns = message.unix_ns
+        self.request.after_unix_ns = message.unix_ns
         return timed_note_from_proto(message)
 
 
@@ -90,10 +85,12 @@ class LogSource:
         is_complete: True: the coordinator alone knows when no more output will come.
     """
 
+    method = JOBS["Logs"]
+
     def __init__(self, job: str, *, ranks: tuple[int, ...], tail: int, follow: bool) -> None:
         """Request the output of these ranks, of all if empty."""
         self.is_complete = True
-        self._request = jobs_pb2.LogsRequest(job=job, ranks=ranks, tail_lines=tail, follow=follow)
+        self.request = jobs_pb2.LogsRequest(job=job, ranks=ranks, tail_lines=tail, follow=follow)
         self._seen: dict[WorkerId, int] = {}
         self._unseen: dict[WorkerId, int] = {}
         self._agents_due_ns: int | None = None
@@ -105,14 +102,11 @@ class LogSource:
         self._is_resumed = bool(self._seen)
         if not self._is_resumed:
             return
-        if self._request.tail_lines < 0:
+        if self.request.tail_lines < 0:
             self._unseen = dict(self._seen)
         else:
-            self._request.tail_lines = 0
+            self.request.tail_lines = 0
             self._owes_remark = True
-
-    def start(self, channel: grpc.Channel, **options: Any) -> Any:
-        return jobs_pb2_grpc.JobsStub(channel).Logs(self._request, **options)
 
     def decode(self, message: jobs_pb2.LogChunk, now_ns: int) -> LogChunk | None:
         """Return the part that was not seen before, None if all was.

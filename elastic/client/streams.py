@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
 
 from elastic.client.endpoints import PAUSE_S_MIN, Endpoints, as_our_error, jittered, longer
 from elastic.errors import ElasticError, Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.rpc import open_blocking_channel
+from elastic.runtime.services import caller_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -37,17 +39,17 @@ class StreamSource(Protocol[T_co]):
     """The call that a stream makes, and the decoder of its messages.
 
     Attributes:
+        method: that is called.
+        request: its message, of the next call.
         is_complete: whether the server's end of the call ends the stream; else it is an outage.
     """
 
+    method: MethodDescriptor
+    request: Any
     is_complete: bool
 
     def opened(self) -> None:
         """Prepare for a new call that is about to start."""
-        ...
-
-    def start(self, channel: grpc.Channel, **options: Any) -> Any:
-        """Begin the call."""
         ...
 
     def decode(self, message: Any, now_ns: int) -> T_co | None:
@@ -156,7 +158,7 @@ class ResumingStream(Generic[T]):
             self._source.opened()
             channel = open_blocking_channel(self._endpoint, self._endpoints.access)
             options = {"timeout": STREAM_TIMEOUT_S, "metadata": self._endpoints.metadata}
-            call = self._source.start(channel, **options)
+            call = caller_of(channel, self._source.method)(self._source.request, **options)
             with self._lock:
                 self._channel, self._call = channel, call
             self._opened_ns, self._is_new = self._clock.monotonic_ns(), True

@@ -22,15 +22,15 @@ from elastic.coord.server_jobs import ClusterService, JobsService
 from elastic.coord.server_tls import ServerTls
 from elastic.errors import Unavailable
 from elastic.runtime.rpc import SILENCE_S, format_endpoint, server_options
-from elastic.wire.generated.elastic.v1 import agent_pb2, jobs_pb2, jobs_pb2_grpc
+from elastic.runtime.services import handler_of
+from elastic.wire.generated.elastic.v1 import agent_pb2, jobs_pb2
 
 log = logging.getLogger(__name__)
 
-SERVICES = (
-    agent_pb2.DESCRIPTOR.services_by_name["Agents"].full_name,
-    jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name,
-    jobs_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
-)
+JOBS = jobs_pb2.DESCRIPTOR.services_by_name["Jobs"]
+CLUSTER = jobs_pb2.DESCRIPTOR.services_by_name["Cluster"]
+AGENTS = agent_pb2.DESCRIPTOR.services_by_name["Agents"]
+SERVICES = (AGENTS.full_name, JOBS.full_name, CLUSTER.full_name)
 STANDBY = "elastic.v1.Standby"
 """Health name that reports whether this coordinator is a working standby; not a gRPC service."""
 HEALTH_INTERVAL_S = 0.5
@@ -41,9 +41,13 @@ def add_services(
     server: grpc.aio.Server, context: ServiceContext, probes: Any, silence_s: float = SILENCE_S
 ) -> None:
     """Register everything that a coordinator serves; each method has a row in `roles.RULES`."""
-    server.add_generic_rpc_handlers((AgentsService(context.leader_state, silence_s).handler(),))
-    jobs_pb2_grpc.add_JobsServicer_to_server(JobsService(context), server)
-    jobs_pb2_grpc.add_ClusterServicer_to_server(ClusterService(context), server)
+    server.add_generic_rpc_handlers(
+        (
+            AgentsService(context.leader_state, silence_s).handler(),
+            handler_of(JOBS, JobsService(context)),
+            handler_of(CLUSTER, ClusterService(context)),
+        )
+    )
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     reflection.enable_server_reflection(
         (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server

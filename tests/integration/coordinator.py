@@ -10,12 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import anyio
 import grpc
 import grpc.aio
 
+from elastic.coord.server import CLUSTER, JOBS
 from elastic.core.config import JobSpec
 from elastic.core.messages import (
     AgentMessage,
@@ -29,6 +31,7 @@ from elastic.core.messages import (
 from elastic.core.view import JobView
 from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, WorkerPhase, WorkerReport
 from elastic.runtime.rpc import Metadata, call_metadata, channel_options
+from elastic.runtime.services import caller_of
 from elastic.wire.codec_jobs import (
     ClusterStatus,
     JobEvent,
@@ -39,7 +42,7 @@ from elastic.wire.codec_jobs import (
     submit_request,
 )
 from elastic.wire.codec_stream import ATTACH_METHOD, FROM_AGENT, TO_AGENT
-from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.patience import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,8 +227,10 @@ class User:
 
     def __init__(self, address: str, *, token: str = "", metadata: Metadata | None = None) -> None:
         self.channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self.jobs = jobs_pb2_grpc.JobsStub(self.channel)
-        self.cluster = jobs_pb2_grpc.ClusterStub(self.channel)
+        self.jobs, self.cluster = (
+            SimpleNamespace(**{one.name: caller_of(self.channel, one) for one in service.methods})
+            for service in (JOBS, CLUSTER)
+        )
         self.options = {
             "metadata": call_metadata(token) if metadata is None else metadata,
             "timeout": DEADLINE_S,

@@ -16,12 +16,12 @@ from elastic.core.view import ClusterView
 from elastic.errors import NotLeading
 from elastic.runtime.rpc import FRESH_KEY, status_of
 from elastic.wire.codec_jobs import ClusterStatus, status_to_proto
-from elastic.wire.generated.elastic.v1 import jobs_pb2, jobs_pb2_grpc
+from elastic.wire.generated.elastic.v1 import jobs_pb2
 
 AGE = "as of 12.0 s ago, from the store"
 
 
-class Standby(jobs_pb2_grpc.JobsServicer, jobs_pb2_grpc.ClusterServicer):
+class Standby:
     """One that knows of no job, and of no leader."""
 
     def List(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -40,12 +40,21 @@ class Standby(jobs_pb2_grpc.JobsServicer, jobs_pb2_grpc.ClusterServicer):
             context.abort(code, text)
 
 
+def serialized(reply: Any) -> bytes:
+    return bytes(reply.SerializeToString())
+
+
 @pytest.fixture
 def address() -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(2))
     standby = Standby()
-    jobs_pb2_grpc.add_JobsServicer_to_server(standby, server)
-    jobs_pb2_grpc.add_ClusterServicer_to_server(standby, server)
+    for service, name, method, request in (
+        ("Jobs", "List", standby.List, jobs_pb2.ListJobsRequest),
+        ("Cluster", "Status", standby.Status, jobs_pb2.StatusRequest),
+    ):
+        handler = grpc.unary_unary_rpc_method_handler(method, request.FromString, serialized)
+        named = grpc.method_handlers_generic_handler(f"elastic.v1.{service}", {name: handler})
+        server.add_generic_rpc_handlers((named,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
