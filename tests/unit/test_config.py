@@ -122,21 +122,8 @@ def test_a_job_is_described_by_names_only() -> None:
         JobSpec(JobId("j1"), "digits", SCRIPT, 1, 2)  # type: ignore[misc]
 
 
-SECONDS = (
-    "start_timeout_s", "node_grace_s", "adoption_grace_s", "adoption_s_max", "broken_grace_s",
-    "form_timeout_s", "boundary_timeout_s", "boundary_save_s", "stop_grace_s",
-    "restart_delay_s_max", "healthy_after_s", "fault_window_s", "quarantine_s",
-)  # fmt: skip
-COUNTS = (
-    "crash_loop_limit", "node_faults_max", "jobs_max", "ended_jobs_kept", "announce_end_early_min",
-)  # fmt: skip
 ABOVE_ZERO = ("probe_timeout_s", "preemption_deadline_s")
 NO_DURATIONS = (-0.001, -1, math.nan, math.inf)
-
-
-def test_the_tables_here_name_every_field_of_the_coordinators_configuration() -> None:
-    named = {*SECONDS, *COUNTS, *ABOVE_ZERO}
-    assert named == set(CoordinatorConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("value", [0, *NO_DURATIONS])
@@ -148,43 +135,14 @@ def test_the_coordinator_takes_some_time_for_an_answer_and_between_two_attempts(
         CoordinatorConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", SECONDS)
-def test_the_coordinator_takes_zero_seconds_and_refuses_what_is_no_duration(name: str) -> None:
-    assert getattr(CoordinatorConfig(**{name: 0}), name) == 0
-    for value in NO_DURATIONS:
-        with pytest.raises(ConfigError, match=rf"^coordinator: {name}={value}: expected"):
-            CoordinatorConfig(**{name: value})
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_the_coordinator_refuses_a_limit_that_allows_nothing(name: str) -> None:
-    assert getattr(CoordinatorConfig(**{name: 1}), name) == 1
-    for value in (0, -1):
-        with pytest.raises(ConfigError, match=rf"^coordinator: {name}={value}: expected >= 1"):
-            CoordinatorConfig(**{name: value})
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"num_spares": -1}, "num_spares=-1: expected >= 0"),
-        (
-            {"reconnect_delay_s_min": 0},
-            "reconnect_delay_s_min=0 and .*expected 0 < min <= max < inf",
-        ),
-        ({"reconnect_delay_s_min": 6}, "reconnect_delay_s_min=6 and reconnect_delay_s_max=5"),
-        ({"reconnect_delay_s_max": math.nan}, "reconnect_delay_s_max=nan"),
-        ({"reconnect_delay_s_max": math.inf}, "reconnect_delay_s_max=inf"),
         *[
-            ({name: value}, rf"{name}={value}: expected")
-            for name in ("drain_timeout_s", "stop_grace_s", "stopped_timeout_s")
+            ({"drain_timeout_s": value}, f"drain_timeout_s={value}: expected")
             for value in NO_DURATIONS
         ],
-        ({"ping_interval_s": 0}, "ping_interval_s=0 and .*expected 0 < interval <= timeout < inf"),
-        ({"ping_interval_s": 31}, "ping_interval_s=31 and control_timeout_s=30"),
-        ({"control_timeout_s": math.inf}, "control_timeout_s=inf"),
-        ({"control_timeout_s": math.nan}, "control_timeout_s=nan"),
-        ({"spawn_failures_max": 0}, "spawn_failures_max=0: expected >= 1"),
     ],
 )
 def test_an_agents_configuration_that_cannot_work_is_refused_by_value(
