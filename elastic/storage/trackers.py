@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +59,10 @@ class Point:
             for name, value in self.metrics.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         }
+
+
+Encode = Callable[[Sequence[Point], bool], bytes]
+"""Returns points as bytes of a file; whether they are the first ones there."""
 
 
 class Tracker(Protocol):
@@ -180,7 +184,9 @@ def _open(spec: TrackerSpec, run: Files, state: Mapping[str, Any]) -> Tracker:
                 f"{spec.kind}:PATH"
             )
         path = Path(spec.target or f"{run.root}/{default}").expanduser()
-        return EventFile(path, state) if spec.kind == "tensorboard" else JsonLines(path, state)
+        if spec.kind == "tensorboard":
+            return AppendedFile(path / "events.out.tfevents.1.elastic", state, _event_records)
+        return AppendedFile(path, state, _json_lines)
     try:
         package = importlib.import_module(PACKAGES[spec.kind])
     except ModuleNotFoundError as error:
@@ -194,78 +200,46 @@ def _open(spec: TrackerSpec, run: Files, state: Mapping[str, Any]) -> Tracker:
     return make(package, spec.target, run_id, name)
 
 
-class _Appended:
+class AppendedFile:
     """A file that is truncated to its recorded length, and appended to."""
 
-    def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, state: Mapping[str, Any], encode: Encode) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab")  # noqa: SIM115 (kept open)
         self._kept = int(state.get("bytes", 0))
+        self._encode = encode
+        self.known = int(state.get("shown", 0))
 
-    @property
-    def is_new(self) -> bool:
-        """Return whether its recorded length is 0."""
-        return not self._kept
-
-    def append(self, data: bytes) -> dict[str, Any]:
+    def show(self, points: Sequence[Point]) -> dict[str, Any]:
         """Append after the recorded length; returns the new length once it is durable."""
         size = os.fstat(self._file.fileno()).st_size
         if size > self._kept:
             self._file.truncate(self._kept)
-        self._file.write(data)
+        self._file.write(self._encode(points, not self._kept))
         self._file.flush()
         os.fsync(self._file.fileno())
         return {"bytes": os.fstat(self._file.fileno()).st_size}
 
-    def keep(self, size: int) -> None:
+    def taken_down(self, state: Mapping[str, Any]) -> None:
         """Set the recorded length."""
-        self._kept = size
+        self._kept = int(state["bytes"])
 
     def close(self) -> None:
         self._file.close()
 
 
-class JsonLines:
-    """A file with one JSON object a line."""
-
-    def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
-        self._out = _Appended(path, state)
-        self.known = int(state.get("shown", 0))
-
-    def show(self, points: Sequence[Point]) -> dict[str, Any]:
-        lines = (
-            json.dumps({"step": p.number, "unix_s": round(p.unix_s, 3), **p.metrics}) + "\n"
-            for p in points
-        )
-        return self._out.append("".join(lines).encode())
-
-    def taken_down(self, state: Mapping[str, Any]) -> None:
-        """Set the recorded length."""
-        self._out.keep(int(state["bytes"]))
-
-    def close(self) -> None:
-        self._out.close()
+def _json_lines(points: Sequence[Point], _: bool) -> bytes:
+    lines = (
+        json.dumps({"step": p.number, "unix_s": round(p.unix_s, 3), **p.metrics}) + "\n"
+        for p in points
+    )
+    return "".join(lines).encode()
 
 
-class EventFile:
-    """One event file for the whole run, which TensorBoard reads."""
-
-    def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
-        self._out = _Appended(folder / "events.out.tfevents.1.elastic", state)
-        self.known = int(state.get("shown", 0))
-
-    def show(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Add a record for each point."""
-        records = [first_record(points[0].unix_s)] if self._out.is_new else []
-        records += [scalars(p.unix_s, p.number, p.numbers()) for p in points]
-        return self._out.append(b"".join(records))
-
-    def taken_down(self, state: Mapping[str, Any]) -> None:
-        """Set the recorded length."""
-        self._out.keep(int(state["bytes"]))
-
-    def close(self) -> None:
-        self._out.close()
+def _event_records(points: Sequence[Point], is_new: bool) -> bytes:
+    """Return the records of TensorBoard's event file."""
+    records = [first_record(points[0].unix_s)] if is_new else []
+    return b"".join([*records, *(scalars(p.unix_s, p.number, p.numbers()) for p in points)])
 
 
 class Wandb:
