@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import anyio
 
+from elastic.client.jobs import new_job_id
 from elastic.coord.log_fanout import MergedOutput
 from elastic.coord.lookup import WorkerOrigin, find_job, origins_of
 from elastic.coord.roles import CALLER
@@ -52,23 +53,6 @@ NEW_WORKERS_INTERVAL_S = 0.25
 
 PROFILE_S_MAX = 600.0
 
-ID_CHARS = "abcdefghijklmnopqrstuvwxyz234567"
-ID_LENGTH = 6
-
-
-def new_suffix() -> str:
-    """Return random characters, for names that are never used twice."""
-    return "".join(secrets.choice(ID_CHARS) for _ in range(ID_LENGTH))
-
-
-def new_job_id(view: ClusterView) -> JobId:
-    """Return an id that no job has: "j-" and six random characters."""
-    taken = {job.record.spec.job_id for job in view.jobs}
-    while True:
-        job_id = JobId(f"j-{new_suffix()}")
-        if job_id not in taken:
-            return job_id
-
 
 class JobsService:
     """Serves `Jobs`; the methods' names are the protocol's."""
@@ -85,7 +69,7 @@ class JobsService:
         if spec.job_id:
             check_name("job id", spec.job_id)
         else:
-            spec = replace(spec, job_id=new_job_id(self._context.driver.view()))
+            spec = replace(spec, job_id=new_job_id())
         job_id = await self._context.submit(spec, CALLER.get().name)
         return jobs_pb2.SubmitResponse(job_id=job_id)
 
@@ -213,7 +197,7 @@ class JobsService:
         for worker in job.workers:
             session = self._context.driver.sessions.of_node(worker.node_id)
             if worker.rank == rank and session is not None:
-                name = f"profiles/gen{job.record.generation}-rank{rank}-{new_suffix()}.json"
+                name = f"profiles/gen{job.record.generation}-rank{rank}-{secrets.token_hex(3)}.json"
                 session.send(Profile(worker.report.worker_id, seconds, name))
                 return jobs_pb2.ProfileResponse(name=name)
         raise NotFound(f"profile {request.job}: no worker has rank {rank} now")
