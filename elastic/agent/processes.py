@@ -134,13 +134,7 @@ class ChildProcesses:
     def __init__(
         self, launch: SpareCommand, logs: Logs, post: Callable[[AgentEvent], None]
     ) -> None:
-        """Start nothing yet; must be called on the event loop, in the main thread.
-
-        Args:
-            launch: what a spare runs.
-            logs: where output goes.
-            post: receives events; called on the event loop.
-        """
+        """Start nothing yet; must be called on the event loop, in the main thread."""
         check(
             threading.current_thread() is threading.main_thread(),
             "an agent's processes must be started from the main thread, because their "

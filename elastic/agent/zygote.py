@@ -85,11 +85,7 @@ def adopt_orphans() -> None:
 
 
 def reap_adopted(known: Callable[[int], bool]) -> None:
-    """Reap dead processes that we adopted, and that no other code waits for.
-
-    Args:
-        known: whether other code waits for a pid.
-    """
+    """Reap dead processes that we adopted, and that no other code waits for."""
     for pid in _children():
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
             # Processes in our own session were not adopted from a worker.

@@ -146,9 +146,6 @@ class Client:
     def checkpoint(self, job: str) -> int:
         """Request a checkpoint of a job now; does not wait until it is recorded.
 
-        Returns:
-            The number of the request, for logs.
-
         Raises:
             Refused: it can take none now: it has ended, does not train, or has no run directory.
         """
@@ -243,11 +240,7 @@ class Client:
         return str(self._call("Profile", request, timeout_s=CHANGE_TIMEOUT_S).name)
 
     def stacks(self, job: str, *, ranks: Sequence[int] = ()) -> tuple[WorkerId, ...]:
-        """Request that a job's workers write the stacks of all their threads to their output.
-
-        Returns:
-            The workers that were asked.
-        """
+        """Request that a job's workers write the stacks of all their threads to their output."""
         request = jobs_pb2.StacksRequest(job=job, ranks=ranks)
         answer = self._call("Stacks", request, timeout_s=CHANGE_TIMEOUT_S)
         return tuple(WorkerId(worker) for worker in answer.workers)

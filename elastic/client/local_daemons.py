@@ -140,11 +140,7 @@ def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluste
 
 
 def stop_started(started: StartedCluster, *, force: bool = False) -> tuple[StartedDaemon, ...]:
-    """End the daemons, the agent first: its workers leave at a boundary.
-
-    Returns:
-        The daemons that were alive.
-    """
+    """End the daemons, the agent first: its workers leave at a boundary."""
     gone = started.alive()
     for daemon in reversed(gone):
         with contextlib.suppress(ProcessLookupError):

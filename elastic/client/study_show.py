@@ -94,13 +94,7 @@ def eta_s(study: Study, seconds: float) -> float | None:
 def study_table(
     study: Study, workers: Mapping[int, str] | None = None, *, rows_max: int = 0
 ) -> Table:
-    """Return a table of trials.
-
-    Args:
-        study: from the log.
-        workers: present workers as text, by the trial's number.
-        rows_max: maximum number of rows; 0 for all.
-    """
+    """Return a table of trials."""
     metric = (escape(study.metric),) if study.metric else ()
     best = (f"best {escape(study.metric)}",) if study.metric else ()
     table = new_table(

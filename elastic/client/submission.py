@@ -23,14 +23,7 @@ DEFAULT_STORAGE = "~/elastic_results"
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions:
-    """The command line of `elastic submit`; names are those of the flags.
-
-    Attributes:
-        script: path of the script, or name of the module if `is_module`.
-        num_workers: (min, max).
-        working_dir: where workers run it, "" for the current directory.
-        shared: options that other commands have as well.
-    """
+    """The command line of `elastic submit`; names are those of the flags."""
 
     script: str
     args: tuple[str, ...]

@@ -173,12 +173,6 @@ def check_fits(spec: JobSpec, node: Node) -> None:
 def job_spec(launch: RunCommandLine, size: JobSize, *, job_id: str, stamp: str) -> JobSpec:
     """Return the job.
 
-    Args:
-        launch: the command line.
-        size: of the job.
-        job_id: of the job; distinguishes jobs started in the same second.
-        stamp: date and time, for the name if none was given.
-
     Raises:
         ConfigError: values that cannot work.
         UsageError: the script is not on this machine.

@@ -55,11 +55,7 @@ class MergedOutput:
     """
 
     def __init__(self, all_waiting: BufferBudget) -> None:
-        """Start empty.
-
-        Args:
-            all_waiting: the budget shared by all readers.
-        """
+        """Start empty."""
         self._all = all_waiting
         self._queues: dict[WorkerId, deque[LogLines]] = {}
         self._heads: list[tuple[int, int, WorkerId]] = []

@@ -198,12 +198,7 @@ class ServiceContext:
         return await self._answer(lambda driver: driver.request(make))
 
     async def submit(self, spec: JobSpec, submitter: str) -> str:
-        """Pass a job to the machine; replies and errors as in `request`.
-
-        Args:
-            spec: with an id.
-            submitter: the name of the user who submits it.
-        """
+        """Pass a job to the machine; replies and errors as in `request`."""
         with self.room.taken(self.driver.view(), spec):
             return await self._answer(lambda driver: driver.submit(spec, submitter))
 

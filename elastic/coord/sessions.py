@@ -103,11 +103,7 @@ class Sessions:
     """All open sessions, and which node is registered over which of them."""
 
     def __init__(self, *, limit: int = OUT_MESSAGES_MAX) -> None:
-        """Start with none.
-
-        Args:
-            limit: maximum number of messages queued for one agent.
-        """
+        """Start with none."""
         self._limit = limit
         self._number = 0
         self._sessions: dict[SessionId, Session] = {}

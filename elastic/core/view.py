@@ -111,12 +111,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class JobSample:
-    """What the history keeps of a job each second; takes no time for each worker, as a view does.
-
-    Attributes:
-        group: that trains, None for none.
-        telemetry: as in `JobView`.
-    """
+    """What the history keeps of a job each second, without a look at each worker."""
 
     job_id: JobId
     group: Group | None

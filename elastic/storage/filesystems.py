@@ -34,10 +34,6 @@ S3_NAMES = {
 def as_fsspec(filesystem: Any, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return a file system as one of fsspec, and the path in it; remember its options.
 
-    Args:
-        filesystem: of fsspec or pyarrow.
-        path: inside it, or its URL.
-
     Raises:
         ConfigError: it is something else, or was made with what cannot be sent to workers.
         UsageError: fsspec has no such file system here.

@@ -36,9 +36,6 @@ def with_timeout(action: Callable[[], T], patience_s: float, what: str) -> T:
         patience_s: no attempt starts later than this after the first; 0 for one attempt.
         what: describes the action in the log.
 
-    Returns:
-        The action's result.
-
     Raises:
         Exception: that of the last attempt.
     """

@@ -236,9 +236,6 @@ class RunDirectory:
     def commit(self, name: str, marker: CheckpointMarker) -> str:
         """Write the marker, once all files are written; idempotent.
 
-        Returns:
-            The checkpoint's path.
-
         Raises:
             StorageError: it cannot be written, or another checkpoint of this name is committed.
         """

@@ -35,11 +35,7 @@ class MetadataAnswer:
 
 @dataclass(frozen=True)
 class MetadataEndpoint:
-    """A metadata server.
-
-    Attributes:
-        host, port: where it listens.
-    """
+    """A metadata server."""
 
     host: str
     port: int = 80

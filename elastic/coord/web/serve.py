@@ -83,11 +83,7 @@ class _Server(uvicorn.Server):
 
 
 class PageServer:
-    """Serves the page of one coordinator.
-
-    Attributes:
-        url: of the page.
-    """
+    """Serves the page of one coordinator."""
 
     def __init__(
         self,

@@ -28,12 +28,7 @@ PLOT_WIDTH, PLOT_HEIGHT = 600, 160
 
 @dataclass
 class Studies:
-    """The studies below one folder.
-
-    Attributes:
-        folder: storage_path of the studies, "" for none.
-        clock: for the age of what was read.
-    """
+    """The studies below one folder."""
 
     folder: str
     clock: Clock

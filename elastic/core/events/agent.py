@@ -176,12 +176,7 @@ ANY_JOB = JobId("")
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start a spare process under this number (numbers are never reused).
-
-    Attributes:
-        job_id: the job that it is for, "" for a process for any job.
-        entry: of that job; the process imports its modules in advance.
-    """
+    """Start a spare process under this number (numbers are never reused)."""
 
     process_id: int
     job_id: JobId = ANY_JOB

@@ -27,11 +27,7 @@ from elastic.core.world import (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The exception that a worker's code raised.
-
-    Attributes:
-        rank: of the worker, in the group that it failed in.
-    """
+    """The exception that a worker's code raised."""
 
     rank: int
     failure: Failure
@@ -123,11 +119,7 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class Cordon:
-    """A node on which no new workers start, by order of an operator.
-
-    Attributes:
-        reason: for people.
-    """
+    """A node on which no new workers start, by order of an operator."""
 
     node_id: NodeId
     reason: str

@@ -21,13 +21,7 @@ DEADLINES_PASSED_OVER = 2
 
 
 def why_it_stays(spec: JobSpec, *, in_place: bool, num_checkpoints: int) -> str:
-    """Return why a training job keeps its min, whatever waits; "" if it can be preempted.
-
-    Args:
-        spec: of the job that trains.
-        in_place: its loop can be saved at any step.
-        num_checkpoints: recorded so far.
-    """
+    """Return why a training job keeps its min, whatever waits; "" if it can be preempted."""
     if spec.non_preemptible:
         return "was submitted as not preemptible"
     if spec.feeds:

@@ -14,12 +14,7 @@ SAVE_RESERVE_S = 3.0
 
 
 def judge_budget(spec: JobSpec, preemptions: int) -> Decision[bool]:
-    """Decide whether a job ends because too many nodes were taken from it.
-
-    Args:
-        spec: preemption_limit is its budget.
-        preemptions: nodes taken so far, with the newest.
-    """
+    """Decide whether a job ends because too many nodes were taken from it."""
     limit = spec.preemption_limit
     if not limit or preemptions < limit:
         return Decision(False, f"{preemptions} preempted nodes")

@@ -105,9 +105,6 @@ def is_outdated(positions: Sequence[RunPosition]) -> bool:
     whatever group it was taken. What is in storage, or on a node without members, each group has
     known when it formed: only what a later one has saved is news. What could not be read is not
     tried again in each group.
-
-    Args:
-        positions: by rank; at least one has state.
     """
     having = [position for position in positions if position.has_state]
     generation = max(position.generation for position in having)
@@ -133,9 +130,6 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     A member that was away may have committed a step that the others have done again, in a group of
     their own. Both states are right, and need not have the same bits: without "bitwise" the order
     of addition follows the group. It receives theirs.
-
-    Args:
-        positions: by rank; at least one.
     """
     steps = max(position.epoch_steps for position in positions)
 
