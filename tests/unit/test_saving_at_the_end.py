@@ -149,6 +149,27 @@ def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_p
     assert [marker.about("steps", 0) for _, marker in run.directory.markers()] == [8, 9]
 
 
+def test_rows_of_a_group_that_leaves_take_the_place_of_no_others_that_are_still_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is lost while it copies: its rows of before are of use with those of rank 0 alone."""
+    monkeypatch.setattr(CheckpointScheduler, "is_sharded", True)
+    run = Run(tmp_path, workers=2)
+    keepers = keepers_of(run)
+    for checkpoints in keepers:
+        checkpoints._snapshotter.configure({"copies_every": 1})
+        checkpoints._context.link.post = lambda _: None  # type: ignore[method-assign]
+        commit(checkpoints, rows_of(keepers))
+        checkpoints.know_all_settled([0.0, 0.0])
+    (first, second), leaves = run.savers, RequestLeave(1, "one joins")
+    keepers[1]._context.link.set_request(leaves)  # type: ignore[attr-defined]
+    rows = rows_of(keepers)
+    commit(keepers[0], rows)
+    keepers[0].before_leaving(lambda: True)
+    assert [mark.steps for _, mark in first.held_snapshots()] == [9, 8]
+    assert [mark.steps for _, mark in second.held_snapshots()] == [8]
+
+
 def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:
     run = Run(tmp_path, workers=2)
     checkpoints = keepers_of(run)[0]  # The other one has not written its part.
