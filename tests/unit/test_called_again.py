@@ -90,7 +90,12 @@ class Life:
     """Calls a train function again and again until it ends."""
 
     def __init__(
-        self, leaves: Callable[[int], bool], *, by_order: bool = False, sends: bool = False
+        self,
+        leaves: Callable[[int], bool],
+        *,
+        by_order: bool = False,
+        sends: bool = False,
+        recovery: str = "reenter",
     ) -> None:
         """Have it left at these lines, each time that a step or an epoch comes to them first.
 
@@ -98,8 +103,10 @@ class Life:
             leaves: by the number of the line.
             by_order: the group changes there; if not, a collective of the script's own raises.
             sends: the next call is that of another worker, which receives the state.
+            recovery: as in `FailureConfig`.
         """
         self._leaves, self._by_order, self._sends = leaves, by_order, sends
+        self._recovery = recovery
         self._left: set[tuple[Cursor, int]] = set()
         self._generation = 0
         self.states: dict[Cursor, set[str]] = {}
@@ -110,7 +117,7 @@ class Life:
         while True:
             self._generation += 1
             with called(home, resume, self._generation) as engine:
-                engine.configure({"recovery": "reenter"})
+                engine.configure({"recovery": self._recovery})
                 try:
                     call = functools.partial(function, engine, self)
                     return home.interrupter.run(self._generation, call)
@@ -135,6 +142,15 @@ class Life:
             raise Left("Connection closed by peer")
         home.interrupter.interrupt(self._generation, "one is lost")
         home.interrupter.check()
+
+    def break_group(self, engine: StepEngine, number: int) -> bool:
+        """Have the group broken without an error, if it is left at this line; return whether."""
+        if not self._leaves(number) or (engine.cursor, number) in self._left:
+            return False
+        self._left.add((engine.cursor, number))
+        home: Any = engine.groups
+        home.broken = self._generation
+        return True
 
     def note(self, engine: StepEngine) -> None:
         whole = pickle.dumps(_plain(engine.state.take()))
@@ -258,6 +274,80 @@ def test_what_a_loop_counts_before_its_optimizer_steps_counts_once() -> None:
     called_back.live(counts_before_it_steps)
     assert called_back.states == undisturbed.states
     assert len(called_back.resumed) > EPOCHS
+
+
+def test_nor_does_it_where_a_collective_of_its_own_fails_there() -> None:
+    undisturbed, broken = Life(lambda _: False), Life(lambda _: True)
+    undisturbed.live(counts_before_it_steps)
+    broken.live(counts_before_it_steps)
+    assert broken.states == undisturbed.states
+    assert None not in broken.resumed
+
+
+@pytest.mark.parametrize("recovery", ["auto", "reenter"])
+def test_a_sum_of_the_scripts_own_that_an_abort_cuts_short_is_in_no_weight(
+    monkeypatch: pytest.MonkeyPatch, recovery: str
+) -> None:
+    """NCCL's return before the device is there, and an abort ends them without an error."""
+    aborts: list[Callable[[], Any]] = []
+
+    class Event:
+        def query(self) -> bool:
+            for abort in aborts:
+                abort()
+            return True
+
+    monkeypatch.setattr("elastic.worker.engine.resume_point.all_by_gloo", lambda: False)
+    monkeypatch.setattr("elastic.worker.engine.resume_point.record", lambda _: [Event()])
+
+    def smooths_gradients(engine: StepEngine, life: Life) -> None:
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+        for _ in train.epochs(EPOCHS):
+            for step in train.steps(loader):
+                life.note(engine)
+                for _, x, y in step:
+                    square(model(x), y).backward()
+                dist.all_reduce(torch.ones(1))
+                if life._leaves(0) and (engine.cursor, 0) not in life._left:
+                    model.module.weight.grad.mul_(0.5)  # What had arrived until then.
+                aborts[:] = [functools.partial(life.break_group, engine, 0)]
+                optimizer.step()
+                aborts.clear()
+        life.note(engine)
+
+    undisturbed = Life(lambda _: False, recovery=recovery)
+    undisturbed.live(smooths_gradients)
+    broken = Life(lambda _: True, recovery=recovery)
+    broken.live(smooths_gradients)
+    assert broken.states == undisturbed.states
+    assert None not in broken.resumed
+    assert len(broken.resumed) == EPOCHS * 3
+
+
+def test_what_a_script_makes_of_gradients_after_such_an_error_is_in_no_weight() -> None:
+    def forgiving(engine: StepEngine, life: Life) -> None:
+        model = prepare_model(nn.Linear(5, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+        for _ in train.epochs(EPOCHS):
+            for _, x, y in loader:
+                life.note(engine)
+                square(model(x), y).backward()
+                if engine.is_due(optimizer):
+                    try:
+                        life.line(engine, 0)
+                    except Left:
+                        model.module.weight.grad.mul_(0.5)
+                optimizer.step()
+        life.note(engine)
+
+    undisturbed, broken = Life(lambda _: False), Life(lambda _: True)
+    undisturbed.live(forgiving)
+    broken.live(forgiving)
+    assert broken.states == undisturbed.states
+    assert None not in broken.resumed
 
 
 def test_a_script_that_goes_on_after_such_an_error_is_called_again_all_the_same() -> None:

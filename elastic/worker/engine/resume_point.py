@@ -3,7 +3,9 @@
 The next call runs code again that this one had begun, so it continues from the state before that
 code:
 
-    left before the commit of a step    The state at hand.
+    left before the commit of a step    The state at hand. Where a loop over whole steps calls
+                                        collectives of its own before its optimizers step, a copy
+                                        from before that code, of a small state.
     behind the commit, in the same      A copy from before the commit. It is taken if the loop calls
     iteration                           collectives of its own there, and only of a small state:
                                         training must not wait for it, nor run out of memory.
@@ -67,6 +69,8 @@ class ResumePoint:
         self._kept: ResumeState | None = None
         # Checksums of weights that are not part of the copy, None if they are.
         self._weights: Prints | None = None
+        # Whether it calls any between the exchange of a whole step and its commit, None if unknown.
+        self._calls_early: bool | None = None
         # Collectives begun before the user's code, and whether that follows a commit, no pass.
         self._begun: tuple[int, ...] = ()
         self._follows_commit = False
@@ -133,6 +137,32 @@ class ResumePoint:
                 "collectives follow optimizer.step(): if a worker is lost in one of them, training "
                 "continues from the newest snapshot; call them before the step, or use train.log"
             )
+
+    def step_settled(self, keep: Callable[[], None]) -> None:
+        """Code of the user's runs from here on, between the exchange of a step and its commit.
+
+        Args:
+            keep: keeps a copy of the state, see `keep`.
+        """
+        if self._calls_early is not False and self.is_small:
+            keep()
+            self.is_whole = self._kept is None
+        self._begun, self._follows_commit = issued(), False
+
+    def check_settled(
+        self, groups: GroupProvider, context: WorkerContext, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        """That code is through, and the step is to be committed; arguments as those of `end_code`.
+
+        Raises:
+            GroupChanged: a collective of it has failed: gradients may hold a part of its sum.
+        """
+        has_called = issued() != self._begun
+        if has_called:
+            _check_collectives(groups, context, parameters)
+        self._calls_early = has_called or bool(self._calls_early)
+        self.is_whole = True
+        self._kept = self._weights = None
 
     # ------------------------------------------------------------------- what was kept
 

@@ -813,20 +813,31 @@ class StepEngine:
                 plan, shard = self.run.the_loader().plan, self.state.shard_number
                 # Each rank has drawn for other micro-batches; noise is to be the same on all.
                 seed_everything(gradients_seed(plan.seed, self.cursor, shard))
+                self._resume_point.step_settled(self._keep)
             self._take(StepSettled(is_whole))
 
     def _settle_buffers(self) -> bool:
         """Do the last of a step that needs other ranks; leaving it puts the buffers back."""
         self._the_loop().still.check()
         # An aborted NCCL collective ends without an error, so that order counts.
-        return self._the_reducer().settle_buffers(lambda: not self._is_broken())
+        return self._the_reducer().settle_buffers(
+            # The script may have gone on after an error of a collective of its own.
+            lambda: not (self._is_broken() or self.groups.has_failed(self.context.generation))
+        )
 
     def _commit(self, *, is_settled: bool) -> None:
         """Apply the step. Members that could not are sent the state of those that could.
 
         Args:
             is_settled: all of it that needs other ranks is done.
+
+        Raises:
+            GroupChanged: a collective has failed that the script has called since then.
         """
+        if is_settled:
+            self._resume_point.check_settled(
+                self.groups, self.context, self._the_loop().parameters()
+            )
         self.state.check_still_known(self._the_loop().units)
         rows, share = read_rows(self._the_reducer().rows), self._iteration.share
         busy, samples = [row.busy_ns for row in rows], share.samples if share is not None else 0
