@@ -20,7 +20,13 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import CodePlace
+from elastic.core.policy.recovery import (
+    CodePlace,
+    PassPosition,
+    RunPosition,
+    next_code_places,
+    plan_transfers,
+)
 from elastic.errors import UsageError
 from elastic.train.torch import (
     prepare_data_loader,
@@ -30,6 +36,7 @@ from elastic.train.torch import (
 )
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
 from elastic.worker.engine import step_engine
+from elastic.worker.engine.recovery_modes import ResumeState
 from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.process.local import NoNextGroup
@@ -676,3 +683,96 @@ def test_who_receives_the_state_in_the_middle_of_a_run_goes_on_with_its_bits(
     joined.live(function)
     assert len(joined.resumed) > EPOCHS
     assert joined.states == undisturbed.states
+
+
+def shrinks_behind_steps(engine: StepEngine, life: Life) -> None:
+    model, tally = prepare_model(nn.Linear(5, 1)), Tally()
+    model.module.register_buffer("temperature", torch.ones(()))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    train.register(tally=tally)
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    for _ in train.epochs(EPOCHS):
+        for step in train.steps(loader):
+            for _, x, y in step:
+                life.line(engine, 1)
+                square(model(x), y).backward()
+            optimizer.step()
+            tally.counts.append(1)
+            model.module.temperature.mul_(0.9)
+            with torch.no_grad():
+                model.module.weight.mul_(0.9)
+            life.note(engine)
+
+
+class Meeting(Home):
+    """Lets a member that is within a step meet one that has a newer state, and send it that."""
+
+    def __init__(self, function: Callable[[StepEngine, Life], None]) -> None:
+        super().__init__()
+        self.function, self.undisturbed = function, Life(lambda _: False)
+        self.undisturbed.live(function)
+        self.is_over = False
+
+    def must_leave(self, generation: int) -> bool:
+        return self.is_over
+
+    def rejoin(self, *_: Any) -> None:
+        self.is_over = False
+
+    def meet(
+        self, monkeypatch: pytest.MonkeyPatch, ours: Cursor, theirs: Cursor
+    ) -> tuple[Life, list[Cursor]]:
+        """Return the life of the member, and where it was called again."""
+        sent: dict[str, Any] = {}
+        meeting, breaks, resumed = self, list[bool](), list[Cursor]()
+
+        class Watched(Life):
+            def line(self, engine: StepEngine, number: int) -> None:
+                if number == 1 and engine.cursor == ours and breaks:
+                    meeting.is_over = breaks.pop()
+
+        def catch_up(run: RunState, *_: Any, put: Callable[[Any], None]) -> Any:
+            rows = [
+                RunPosition(True, ours, 3, PassPosition.WITHIN_STEP, committed_in=1),
+                RunPosition(True, theirs, 3, PassPosition.BETWEEN_STEPS, committed_in=2),
+            ]
+            plan = plan_transfers(rows).value
+            places = next_code_places(rows, plan)
+            if run.cursor == ours:
+                assert plan.pairs == ((0, 1),)
+                put(copy.deepcopy(sent))
+            return SimpleNamespace(cursors=plan.cursors[:1], code_places=places, num_bytes=0)
+
+        def look(engine: StepEngine) -> None:
+            if engine.cursor == theirs and not sent:
+                sent.update(copy.deepcopy(engine._checkpoints.take()))
+
+        def call(life: Life, resume: ResumeState | None) -> ResumeState | None:
+            with called(self, resume, 1) as engine:
+                engine.at_boundary = functools.partial(look, engine)
+                try:
+                    self.function(engine, life)
+                except GroupChanged:
+                    return engine.resume_state(in_this_group=True)
+            return None
+
+        call(Watched(lambda _: False), None)
+        monkeypatch.setattr(step_engine, "catch_up", catch_up)
+        breaks.append(True)
+        life = Watched(lambda _: False)
+        left = call(life, None)
+        while left is not None:
+            resumed.append(left.cursor)
+            left = call(life, left)
+        return life, resumed
+
+
+def test_what_a_loop_does_behind_a_step_that_others_have_done_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest of that iteration runs here, too, with a state in which all of it is done."""
+    meeting = Meeting(shrinks_behind_steps)
+    life, resumed = meeting.meet(monkeypatch, Cursor(0, 1), Cursor(0, 2))
+    del life.states[Cursor(0, 2)], meeting.undisturbed.states[Cursor(0, 2)]
+    assert life.states == meeting.undisturbed.states
+    assert not resumed

@@ -64,10 +64,8 @@ class TrainState:
         self._num_known, self._frozen = 0, list[nn.Parameter]()
         # Those that wanted gradients when the loop began, by their number among all.
         self._trained: dict[int, nn.Parameter] = {}
-        # What registered objects are given once the iteration is over, and whether they are; and
-        # the groups of the optimizers that have any, by their place.
-        self._late: Mapping[str, Any] = {}
-        self._late_groups: Mapping[int, Any] = {}
+        # A state that is put once more when the iteration is over, and whether there is to be one.
+        self._late: State | None = None
         self._is_late = False
         # States of scalers that the run has used already, and this member not yet.
         self._unused_scalers: list[Any] = []
@@ -186,7 +184,13 @@ class TrainState:
             getattr(scaler, "_per_optimizer_states", {}).clear()
 
     def take(self) -> State:
-        """Return the state as nested containers; tensors are the live ones, not copies."""
+        """Return the state as nested containers; tensors are the live ones, not copies.
+
+        Where one is put once more later, it is that one.
+        """
+        return self._live() if self._late is None else self._late
+
+    def _live(self) -> State:
         put_shards_back(self.models)
         return {
             "models": [dict(_tensors(model)) for model in self.models],
@@ -196,22 +200,14 @@ class TrainState:
             ],
             "loose": self.loose(),
             "frozen": self.frozen(),
-            "optimizers": [self._state_of(place) for place in range(len(self.optimizers))],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [
                 *(scaler.state_dict() for scaler in self.scalers),
                 *self._unused_scalers,
             ],
-            "registered": {
-                name: self._late[name] if name in self._late else thing.state_dict()
-                for name, thing in self.registered.items()
-            },
+            "registered": {name: thing.state_dict() for name, thing in self.registered.items()},
         }
-
-    def _state_of(self, place: int) -> Any:
-        state = self.optimizers[place].state_dict()
-        late = self._late_groups.get(place)
-        return state if late is None else {**state, "param_groups": late}
 
     def weights_bytes(self) -> int:
         """Return the size of the models' parameters."""
@@ -237,7 +233,7 @@ class TrainState:
 
         UsageError if it is of other objects; nothing was changed then.
         """
-        mine = self.take()
+        mine, given = self._live(), state
         if len(state["models"]) == len(self.models):
             pairs = zip(self.models, mine["models"], state["models"], strict=True)
             theirs = [_without_caches(*one) for one in pairs]
@@ -262,21 +258,17 @@ class TrainState:
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
                 thing.load_state_dict(_with_kinds_of(thing.state_dict(), theirs))
         self._unused_scalers = state["scalers"][len(self.scalers) :]
-        registered = state["registered"].items()
-        self._late = {name: one for name, one in registered if own or name not in self.own}
-        optimizers = enumerate(state["optimizers"]) if self._is_late else ()
-        self._late_groups = {
-            place: deepcopy(one["param_groups"]) for place, one in optimizers if _has_groups(one)
-        }
-        if not self._is_late:
-            self.put_late()
+        self._late = given if self._is_late else None
+        for name, one in state["registered"].items() if self._late is None else ():
+            if own or name not in self.own:
+                self.registered[name].load_state_dict(one)
 
     @contextmanager
     def registered_later(self) -> Iterator[None]:
-        """Let `put` leave registered objects alone until `put_late`, which repeats rates as well.
+        """Let `put` leave registered objects alone until `put_late`, which repeats all the rest.
 
-        A loop counts in them what the step at hand has done, and may lower rates by a factor; the
-        sender of their state has done that in this step.
+        A loop counts in them what the step at hand has done, and may lower rates or scale weights
+        and buffers; the sender of the state has done that in this step.
         """
         self._is_late = True
         try:
@@ -286,16 +278,13 @@ class TrainState:
 
     def late(self, name: str) -> Any:
         """Return what is held back for a registered object; None if nothing is."""
-        return self._late.get(name)
+        return self._late["registered"].get(name) if self._late is not None else None
 
     def put_late(self) -> None:
-        """Give registered objects what was held back for them, and optimizers their rates again."""
-        for place in self._late_groups:
-            _load(self.optimizers[place], self._state_of(place))
-        self._late_groups = {}
-        late, self._late = self._late, {}
-        for name, state in late.items():
-            self.registered[name].load_state_dict(state)
+        """Put the state once more that was received within the iteration, and all of it."""
+        late, self._late = self._late, None
+        if late is not None:
+            self.put(late)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what only steps of optimizers change, with names for people.
