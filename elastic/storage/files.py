@@ -323,6 +323,16 @@ class Files:
             with self.fs.open(self.at(name), "ab") as file:
                 file.write(data)
 
+    def sync(self, name: str) -> None:
+        """Have what was appended to a file on the disk, if it is in a file system of ours.
+
+        Raises:
+            StorageError: that failed, or there is no such file.
+        """
+        if self.is_local:
+            what = f"cannot write {self.path}/{name}"
+            self._do(what, lambda: outputs.sync_local(self.at(name)))
+
     def delete(self, name: str) -> None:
         """Delete a file, or a folder with its content; it must exist.
 

@@ -11,8 +11,14 @@ is behind that, is rewritten at most every `FLUSH_S`, and is followed by the nex
 `PART_BYTES_MAX`. So the cost of a report does not increase with the run, and a late process of an
 earlier generation writes only to its own parts.
 
-Rule: a part has one writer; on object stores a kill loses the lines of the last `FLUSH_S`. Lines
-that cannot be written are kept, and written with later ones: training does not wait for them.
+Rule: a part has one writer. Lines that cannot be written are kept, and written with later ones:
+training does not wait for them.
+
+What is durable when: a report returns once its line is in the file, where a kill of its process
+does not reach it. After `WAIT_S` it returns anyway: where storage is slow or hangs, a kill loses
+the lines that are still to be written. On object stores a kill loses those of the last `FLUSH_S`.
+Before a checkpoint that a line names is voted on, and at the end of a train function, all lines are
+on the disk, or in the store.
 """
 
 from __future__ import annotations
@@ -20,7 +26,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +47,11 @@ TIMEOUT_S = 0.5
 """How long a report retries after a transient fault."""
 AGAIN_S = 2.0
 """Pause before the next write after a failed one."""
+WAIT_S = 0.2
+"""How long a report waits for its line to be in the file; a write takes 0.1 ms, and on a machine
+that is overloaded a thread may be late."""
+HANGS_S = 60.0
+"""How long the end of a train function waits for storage that gives no answer."""
 
 
 @dataclass
@@ -59,7 +72,7 @@ class _Part:
 
 
 class MetricsLog:
-    """Writes the reports of one rank; used by one thread of one process."""
+    """Writes the reports of one rank; used by one thread of one process at a time."""
 
     def __init__(self, files: Files, rank: int, *, flush_s: float = FLUSH_S) -> None:
         """Write nothing yet.
@@ -133,6 +146,8 @@ class MetricsLog:
             StorageError: they cannot be written; the next attempt includes them.
         """
         self._write(self._files)
+        if not self._files.is_object_store:
+            self._files.sync(self._parts[0].name)
 
     def _write(self, files: Files) -> None:
         if not self._num_unwritten:
@@ -168,6 +183,139 @@ class MetricsLog:
             lost += 1
         if lost:
             log.warning("metrics_lost rank=%d lines=%d: storage takes none", self._rank, lost)
+
+
+@dataclass(eq=False)
+class _Request:
+    """What the thread of a writer is to do.
+
+    Attributes:
+        record: of a line that is added, None to have all lines on the disk.
+        num_bytes: of the line.
+        error: why it was not done.
+    """
+
+    rank: int = 0
+    record: dict[str, Any] | None = None
+    num_bytes: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+    error: StorageError | None = None
+
+
+class MetricsWriter:
+    """Writes the reports of this process on a thread of its own, in their order."""
+
+    def __init__(self, files: Files) -> None:
+        """Write nothing yet.
+
+        Args:
+            files: the run directory.
+        """
+        self._files = files
+        self._logs: dict[int, MetricsLog] = {}
+        # The first of these is under way.
+        self._requests: deque[_Request] = deque()
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_warned = False
+
+    def add(self, rank: int, record: dict[str, Any]) -> None:
+        """Have a line written; what is written when is said in this module's docstring.
+
+        Args:
+            rank: of the report.
+            record: see `MetricsLog.append`.
+        """
+        request = _Request(rank, record, len(json.dumps(record)))
+        is_behind = self._put(request)
+        if not (is_behind or self._files.is_object_store):
+            request.done.wait(WAIT_S)
+
+    def flush(self) -> None:
+        """Have every line that was added on the disk.
+
+        Raises:
+            StorageError: storage did not take them, or gives no answer; they are written later.
+        """
+        if not self._logs and not self._requests:
+            return
+        request = _Request()
+        self._put(request)
+        if self._thread is None or not request.done.wait(HANGS_S):
+            raise StorageError(
+                f"{self._files.path}: storage has given no answer to a write for {HANGS_S:.0f} s"
+            )
+        if request.error is not None:
+            raise request.error
+
+    def _put(self, request: _Request) -> bool:
+        """Hand a request to the thread; return whether others are before it."""
+        with self._changed:
+            is_behind = bool(self._requests)
+            self._requests.append(request)
+            self._num_bytes += request.num_bytes
+            self._forget_oldest()
+            self._changed.notify()
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="elastic-metrics", daemon=True)
+            with contextlib.suppress(RuntimeError):  # There is none to be had: asked for again.
+                thread.start()
+                self._thread = thread
+        return is_behind
+
+    def _forget_oldest(self) -> None:
+        """Keep the lines within their limit while storage hangs in the write of one."""
+        lost = 0
+        for request in list(self._requests)[1:] if self._num_bytes > KEPT_BYTES_MAX else ():
+            if request.record is not None and self._num_bytes > KEPT_BYTES_MAX:
+                self._requests.remove(request)
+                self._num_bytes -= request.num_bytes
+                lost += 1
+        if lost:
+            log.warning("metrics_lost lines=%d: storage takes none", lost)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._requests:
+                    self._changed.wait()
+                request = self._requests[0]
+            try:
+                self._do(request)
+            except StorageError as error:
+                request.error = error
+            except Exception as error:  # Its thread must go on, and who waits must be told.
+                request.error = StorageError(f"metrics cannot be written: {error!r}")
+            if request.record is not None:
+                self._warn(request.error)
+            with self._changed:
+                self._requests.popleft()
+                self._num_bytes -= request.num_bytes
+            request.done.set()
+
+    def _do(self, request: _Request) -> None:
+        if request.record is None:
+            for one in self._logs.values():
+                one.flush()
+            return
+        rank = request.rank
+        mine = self._logs.setdefault(rank, MetricsLog(self._files, rank))
+        try:
+            mine.append(request.record)
+            for other in self._logs.values():  # Of ranks that this process had before.
+                other.write_due()
+        except StorageError as error:
+            raise StorageError(f"rank {rank} {error}") from error
+
+    def _warn(self, error: StorageError | None) -> None:
+        """Log an error once, until a write succeeds."""
+        if error is not None and not self._is_warned:
+            log.warning(
+                "metrics_kept error=%r: training goes on; they are written once storage takes them",
+                str(error),
+            )
+        self._is_warned = error is not None
 
 
 def log_name(rank: int) -> str:

@@ -176,6 +176,16 @@ def append_local(path: str, data: bytes) -> None:
             raise
 
 
+def sync_local(path: str) -> None:
+    """Have what was written to a local file, and its name, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    _sync_folder(os.path.dirname(path))
+
+
 def _partial(final: str) -> str:
     """Return a name that no other writer has: one of an older generation may still be writing."""
     return f"{final}.{secrets.token_hex(4)}{PARTIAL}"

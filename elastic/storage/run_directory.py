@@ -41,7 +41,7 @@ from elastic.storage.marker import (
     CheckpointMarker,
     StoredFile,
 )
-from elastic.storage.metrics import MetricsLog, read_metrics
+from elastic.storage.metrics import MetricsWriter, read_metrics
 from elastic.storage.names import check_one
 from elastic.storage.outputs import CHUNK_BYTES, PARTIAL_NAME, OutputFile
 from elastic.storage.retry import TIMEOUT_S
@@ -59,6 +59,9 @@ class RunDirectory:
     """One run's directory, on any file system that fsspec has.
 
     What reads or writes raises `StorageError`; also a write to a checkpoint that is committed.
+
+    Attributes:
+        metrics: writes what this process reports.
     """
 
     def __init__(self, path: str, *, patience_s: float = TIMEOUT_S) -> None:
@@ -70,7 +73,7 @@ class RunDirectory:
         """
         self.files = Files(path, patience_s=patience_s)
         self.path = self.files.path
-        self._logs: dict[int, MetricsLog] = {}
+        self.metrics = MetricsWriter(self.files)
         self._unreadable: set[str] = set()
 
     def checkpoint_path(self, name: str) -> str:
@@ -83,25 +86,6 @@ class RunDirectory:
 
     def checkpoint(self, name: str) -> Files:
         return self.files.folder(_folder(name))
-
-    def append_metrics(self, rank: int, record: dict[str, Any]) -> None:
-        """Add a line to this rank's metrics; on an object store it may appear with a delay.
-
-        Raises:
-            StorageError: the write failed; the line is kept, and written with a later one.
-        """
-        log = self._logs.setdefault(rank, MetricsLog(self.files, rank))
-        try:
-            log.append(record)
-            for other in self._logs.values():  # Of ranks that this process had before.
-                other.write_due()
-        except StorageError as error:
-            raise StorageError(f"rank {rank} {error}") from error
-
-    def flush_metrics(self) -> None:
-        """Write every line that was added; for the end of a train function."""
-        for log in self._logs.values():
-            log.flush()
 
     def read_metrics(self, rank: int = 0) -> list[dict[str, Any]]:
         """Return the reports of a rank, oldest first; a torn line is left out."""

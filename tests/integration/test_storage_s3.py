@@ -206,23 +206,23 @@ def row(index: int, generation: int = 1) -> dict[str, object]:
 def test_metrics_cost_no_more_the_longer_a_run_lasts(s3: Trouble) -> None:
     run = RunDirectory(URL)
     for index in range(200):
-        run.append_metrics(0, row(index))
+        run.metrics.add(0, row(index))
     # The first at once, the others together: reports come faster than they are written.
     assert len([one for one in s3.requests if one[0] == "PUT"]) < 20
-    run.flush_metrics()
+    run.metrics.flush()
     assert [one["index"] for one in read_history(URL)] == list(range(200))
     assert run.read_metrics(1) == []
 
 
 def test_every_generation_and_every_writer_has_a_part_of_its_own(s3: Trouble) -> None:
     first, second = RunDirectory(URL), RunDirectory(URL)
-    first.append_metrics(0, row(0))
-    first.append_metrics(0, row(1))
-    second.append_metrics(0, row(0, generation=2))
-    first.append_metrics(0, row(0, generation=3))
+    first.metrics.add(0, row(0))
+    first.metrics.add(0, row(1))
+    second.metrics.add(0, row(0, generation=2))
+    first.metrics.add(0, row(0, generation=3))
     # What a process of an old generation writes late is where it belongs.
-    first.flush_metrics()
-    second.flush_metrics()
+    first.metrics.flush()
+    second.metrics.flush()
     read = [(one["generation"], one["index"]) for one in read_history(URL)]
     assert read == [(1, 0), (1, 1), (2, 0), (3, 0)]
 

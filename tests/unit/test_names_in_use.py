@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from elastic.errors import DamagedCheckpoint, StorageError
 from elastic.storage.files import Files
 from elastic.storage.integrity import read_marker
 from elastic.storage.marker import CheckpointMarker, StoredFile
-from elastic.storage.metrics import FLUSH_S, MetricsLog, MetricsReader, read_metrics
+from elastic.storage.metrics import MetricsLog, MetricsReader, read_metrics
 from elastic.storage.run_directory import RunDirectory
+from tests.patience import wait_for
 
 
 def source_of(folder: Path, content: str = "weights") -> Path:
@@ -133,12 +133,12 @@ def test_lines_of_a_rank_that_a_process_no_longer_has_are_written_with_those_it_
     monkeypatch.setattr(Files, "is_object_store", True)
     run = RunDirectory("memory://metrics-of-two-ranks")
     for number in range(3):
-        run.append_metrics(1, reported(number))
+        run.metrics.add(1, reported(number))
+    wait_for(lambda: not run.metrics._requests, "the thread that writes")
     assert numbers(run.read_metrics(1)) == [0]  # The others wait: a part is rewritten each time.
-    later = time.monotonic() + FLUSH_S
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    run.append_metrics(0, reported(3, generation=2))
-    assert numbers(run.read_metrics(1)) == [0, 1, 2]
+    run.metrics._logs[1]._not_before = 0.0
+    run.metrics.add(0, reported(3, generation=2))
+    wait_for(lambda: numbers(run.read_metrics(1)) == [0, 1, 2], "lines of both ranks")
 
 
 def test_a_reader_returns_each_row_once_whatever_the_writers_clocks_say(

@@ -46,8 +46,9 @@ def test_storage_that_refuses_is_named_with_path_and_reason(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     run = RunDirectory(str(tmp_path / "file" / "run"))
     source = directory_with(tmp_path / "source", model="x")
-    with pytest.raises(StorageError, match=r"rank 2 .*metrics-rank2.jsonl: .* directory"):
-        run.append_metrics(2, {})
+    run.metrics.add(2, {})
+    with pytest.raises(StorageError, match=r"metrics-rank2.jsonl: .* directory"):
+        run.metrics.flush()
     with pytest.raises(StorageError, match=r"checkpoints/c1: .*Not a directory"):
         run.upload(source, "c1", claim=take_all)
     with pytest.raises(StorageError, match=r"cannot commit .*checkpoints/c1"):
@@ -106,12 +107,10 @@ def test_metrics_that_storage_never_takes_are_bounded(
     path = tmp_path / "metrics.jsonl"
     path.mkdir()
     run = RunDirectory(str(tmp_path))
-    with pytest.raises(StorageError):
-        run.append_metrics(0, {"metrics": {"step": 0}})
-    for step in range(1, 100):
-        run.append_metrics(0, {"metrics": {"step": step}})  # Not asked again so soon.
+    for step in range(100):
+        run.metrics.add(0, {"metrics": {"step": step}})  # Not asked again so soon.
     path.rmdir()
-    run.flush_metrics()
+    run.metrics.flush()
     steps = [row["metrics"]["step"] for row in run.read_metrics()]
     assert steps == list(range(steps[0], 100))
     assert 1 < len(steps) < 20
@@ -123,10 +122,11 @@ def test_history_has_rank_1s_report_where_rank_0_was_lost_before_its_own(tmp_pat
 
     def report(rank: int, epoch: int) -> None:
         place = f"e{epoch:05d}-s0000010-1"
-        run.append_metrics(rank, {"rank": rank, "metrics": {"epoch": epoch}, "at": place})
+        run.metrics.add(rank, {"rank": rank, "metrics": {"epoch": epoch}, "at": place})
 
     for rank, epoch in ((0, 0), (1, 0), (1, 1), (0, 2), (1, 2), (0, 1), (0, 2), (1, 3)):
         report(rank, epoch)
+    run.metrics.flush()
     assert [row["metrics"]["epoch"] for row in read_history(str(tmp_path))] == [0, 1, 2, 3]
     report(0, 4)
     report(1, 4)

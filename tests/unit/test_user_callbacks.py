@@ -85,7 +85,8 @@ def test_a_report_is_told_once_all_ranks_have_made_it_and_its_checkpoint_counts(
 
     def line(rank: int, index: int, generation: int = 2, **more: Any) -> None:
         row = {"generation": generation, "index": index, "world_size": 2, "metrics": {"r": rank}}
-        run.append_metrics(rank, {**row, **more})
+        run.metrics.add(rank, {**row, **more})
+        run.metrics.flush()
 
     line(0, 0, generation=1)
     line(1, 0, generation=1)

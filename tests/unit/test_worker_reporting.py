@@ -20,6 +20,7 @@ from elastic.core.messages import Progress
 from elastic.core.world import Generation, JobId, ReportKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
+from elastic.storage.files import Files
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.mailboxes import ReportAnswer
@@ -281,6 +282,84 @@ def test_metrics_that_cannot_be_written_are_told_and_training_goes_on(
     assert "metrics_kept" in caplog.text
     assert "metrics-rank1.jsonl" in caplog.text
     assert len(committed(tmp_path)) == 1
+
+
+def test_a_file_of_metrics_is_written_beside_training_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, writers, hangs = Files.append, set(), threading.Event()
+
+    def append(files: Files, name: str, data: bytes) -> None:
+        writers.add(threading.current_thread())
+        if b'"step": 1}' in data:
+            hangs.wait(DEADLINE_S)
+        real(files, name, data)
+
+    monkeypatch.setattr(Files, "append", append)
+    monkeypatch.setattr("elastic.storage.metrics.WAIT_S", DEADLINE_S)
+
+    def train(rank: Rank) -> None:
+        for step in range(20):
+            rank.report({"step": step})
+            if not step:
+                monkeypatch.setattr("elastic.storage.metrics.WAIT_S", 0.0)
+                (row,) = RunDirectory(str(tmp_path)).read_metrics()
+                assert row["metrics"] == {"step": 0}, "a kill loses no line that was written"
+        assert threading.current_thread() not in writers
+        hangs.set()
+        rank.reporter.flush()
+
+    assert run_group(tmp_path, [Coordinator()], train) == [None]
+    rows = RunDirectory(str(tmp_path)).read_metrics()
+    assert [row["metrics"]["step"] for row in rows] == list(range(20))
+
+
+def test_metrics_that_hang_in_storage_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, hangs = Files.append, threading.Event()
+
+    def append(files: Files, name: str, data: bytes) -> None:
+        hangs.wait(DEADLINE_S)
+        real(files, name, data)
+
+    monkeypatch.setattr(Files, "append", append)
+    monkeypatch.setattr("elastic.storage.metrics.KEPT_BYTES_MAX", 2000)
+
+    def train(rank: Rank) -> None:
+        for step in range(100):
+            rank.report({"step": step})
+        hangs.set()
+        rank.reporter.flush()
+
+    assert run_group(tmp_path, [Coordinator()], train) == [None]
+    steps = [row["metrics"]["step"] for row in RunDirectory(str(tmp_path)).read_metrics()]
+    assert steps == [0, *range(101 - len(steps), 100)]
+    assert 2 < len(steps) < 30
+    assert "metrics_lost" in caplog.text
+
+
+def test_the_line_that_names_a_checkpoint_is_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, synced = Files.sync, []
+
+    def sync(files: Files, name: str) -> None:
+        real(files, name)
+        synced.append((name, committed(tmp_path / "run"), len(links[0].posted)))
+
+    monkeypatch.setattr(Files, "sync", sync)
+    links = [Coordinator()]
+
+    def train(rank: Rank) -> None:
+        rank.report({"loss": 1})
+        rank.report({"loss": 2}, directory(tmp_path / "part", model="x"))
+
+    assert run_group(tmp_path / "run", links, train) == [None]
+    assert synced == [("metrics.jsonl", [], 1)]
+    assert len(committed(tmp_path / "run")) == 1
+    rows = RunDirectory(str(tmp_path / "run")).read_metrics()
+    assert [row.get("checkpoint", "") for row in rows] == ["", committed(tmp_path / "run")[0]]
 
 
 @pytest.mark.parametrize(

@@ -110,48 +110,6 @@ class _NewestCheckpoint:
             self._counts, self._pending = outcome.path, ""
 
 
-class _MetricsLines:
-    """A member's lines in the run's metrics; storage that is away loses none."""
-
-    def __init__(self, run: RunDirectory | None, origin: ReportOrigin, clock: Clock) -> None:
-        self._run = run
-        self._origin = origin
-        self._clock = clock
-        self._is_warned = False
-
-    def add(self, index: int, metrics: str, more: Mapping[str, str]) -> None:
-        """Write the line, or retry later; a storage error is logged once until a write succeeds."""
-        if self._run is None:
-            return
-        record: dict[str, Any] = {
-            "generation": self._origin.generation,
-            "rank": self._origin.rank,
-            "index": index,
-            "unix_ns": self._clock.unix_ns(),
-            "world_size": self._origin.world_size,
-            "metrics": json.loads(metrics),
-            **more,
-        }
-        try:
-            self._run.append_metrics(self._origin.rank, record)
-            self._is_warned = False
-        except StorageError as error:
-            if not self._is_warned:
-                log.warning(
-                    "metrics_kept error=%r: training goes on; they are written once storage takes "
-                    "them",
-                    str(error),
-                )
-            self._is_warned = True
-
-    def flush(self) -> None:
-        try:
-            if self._run is not None:
-                self._run.flush_metrics()
-        except StorageError as error:
-            log.warning("metrics_lost error=%r", str(error))
-
-
 class Reporter:
     """The reports of one generation; used by the thread that made it.
 
@@ -184,7 +142,7 @@ class Reporter:
         self._run = run
         self._votes = votes
         self._link = link
-        self._metrics = _MetricsLines(run, origin, clock)
+        self._clock = clock
         self._newest = _NewestCheckpoint(run, newest_checkpoint)
         self._reported = ReportedCheckpoints(
             origin, run, link=link, clock=clock, committer=committer, on_commit=on_commit
@@ -351,7 +309,7 @@ class Reporter:
 
         Not part of `close`: storage that is slow must not hold up the next group.
         """
-        self._metrics.flush()
+        self._flush_metrics("metrics_lost")
 
     def _check_call(
         self, metrics: str, delivered: DeliveredParts | None, name: str | None
@@ -396,14 +354,41 @@ class Reporter:
     def _keep_metrics(
         self, index: int, metrics: str, where: str = "", *, checkpoint: str = ""
     ) -> None:
-        more = {}
+        """Write this report's line; it is on the disk before there can be a marker that it names.
+
+        Args:
+            index: number of the report in this generation.
+            metrics: JSON object.
+            where: names the report in a loop that continues, "" elsewhere.
+            checkpoint: name of the one that it has a part of, "" for none.
+        """
+        if self._run is None:
+            return
+        record: dict[str, Any] = {
+            "generation": self._origin.generation,
+            "rank": self._origin.rank,
+            "index": index,
+            "unix_ns": self._clock.unix_ns(),
+            "world_size": self._origin.world_size,
+            "metrics": json.loads(metrics),
+        }
         if checkpoint:
-            more["checkpoint"] = checkpoint
+            record["checkpoint"] = checkpoint
         if index == 0 and self._newest.known and not where:
-            more["resumed_from"] = self._newest.known.rpartition("/")[2]
+            record["resumed_from"] = self._newest.known.rpartition("/")[2]
         if where:
-            more["at"] = where  # A run that goes back reports this place again.
-        self._metrics.add(index, metrics, more)
+            record["at"] = where  # A run that goes back reports this place again.
+        self._run.metrics.add(self._origin.rank, record)
+        if checkpoint:
+            self._flush_metrics("metrics_kept")
+
+    def _flush_metrics(self, otherwise: str) -> None:
+        """Have all lines on the disk, or log what becomes of them otherwise."""
+        try:
+            if self._run is not None:
+                self._run.metrics.flush()
+        except StorageError as error:
+            log.warning("%s error=%r", otherwise, str(error))
 
     def _begin_part(self, key: Index, name: str, delivered: DeliveredParts | None) -> None:
         """Inform the others of our part, before our vote: that it is stored, or that it comes."""
