@@ -74,13 +74,13 @@ class Run:
         workers = self.cluster.job(self.job_id).workers
         return {str(w.report.worker_id): w.report.pid for w in workers if w.rank >= 0}
 
-    def kill_at_every_place(self, places: Sequence[str] = PLACES) -> None:
+    def kill_at_every_place(self, places: Sequence[str] = PLACES, *, size: int = WORKERS) -> None:
         """Kill a worker at each, one after the other, and go on as if it had not been."""
-        view = self.full()
+        view = self.full(size=size)
         for place in places:
             before, generation = self.pids(), view.record.generation
             self.order(f"kill-{place}")
-            view = self.full(after=generation)
+            view = self.full(after=generation, size=size)
             assert_kept(before, self.pids(), lost=1)
 
     def end(self) -> JobView:

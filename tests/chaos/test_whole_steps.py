@@ -18,22 +18,29 @@ from tests.harness.traces import reference_of
 
 
 @pytest.mark.parametrize(
-    ("model", "places"),
+    ("model", "places", "sizes"),
     [
-        ("cnn", ("backward", "commit")),
-        pytest.param("gpt", PLACES, marks=pytest.mark.slow),
+        ("cnn", ("backward", "commit"), (1, WORKERS)),
+        # Two cannot tell which of them is right, and both wait within a step for who is new.
+        ("cnn", ("backward", "step"), (2, 2)),
+        pytest.param("gpt", PLACES, (1, WORKERS), marks=pytest.mark.slow),
     ],
 )
 def test_workers_are_killed(
-    cluster: LocalCluster, tmp_path: Path, model: str, places: tuple[str, ...]
+    cluster: LocalCluster,
+    tmp_path: Path,
+    model: str,
+    places: tuple[str, ...],
+    sizes: tuple[int, int],
 ) -> None:
     (tmp_path / "orders").mkdir()
-    job = chaos_job("steps", f"whole-{model}", workers=WORKERS, directory=tmp_path)
+    least, most = sizes
+    job = chaos_job("steps", f"whole-{model}-{most}", workers=most, directory=tmp_path)
     plain = ("--model", model, "--samples", "1000")
     entry = job.spec.entry
     more = ("--whole-steps", "--orders", str(tmp_path / "orders"), "--pace", "0.03")
     entry = replace(entry, args=(*entry.args, *plain, *more))
-    job = replace(job, spec=replace(job.spec, entry=entry))
+    job = replace(job, spec=replace(job.spec, entry=entry, min_workers=least))
     run = Run(cluster, job, reference_of(entry.target, plain), cluster.submit(job.spec))
-    run.kill_at_every_place(places)
+    run.kill_at_every_place(places, size=most)
     run.end()

@@ -685,6 +685,36 @@ def test_who_receives_the_state_in_the_middle_of_a_run_goes_on_with_its_bits(
     assert joined.states == undisturbed.states
 
 
+def counts_at_the_head_of_steps(engine: StepEngine, life: Life) -> None:
+    model, tally = prepare_model(nn.Linear(5, 1)), Tally()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train.register(tally=tally)
+    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    for _ in train.epochs(EPOCHS):
+        for step in train.steps(loader):
+            tally.counts.append(engine.cursor.step)
+            life.line(engine, 0)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+            for _, x, y in step:
+                life.note(engine)
+                life.line(engine, 1)
+                square(model(x), y).backward()
+            optimizer.step()
+            life.line(engine, 2)
+    life.note(engine)
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_what_a_loop_counts_before_the_micro_batches_of_a_step_counts_once(*, sends: bool) -> None:
+    """Who sends the state is within the step; who receives it, or is called again, begins it."""
+    undisturbed, joined = Life(lambda _: False), Life(lambda _: True, by_order=True, sends=sends)
+    undisturbed.live(counts_at_the_head_of_steps)
+    joined.live(counts_at_the_head_of_steps)
+    assert joined.states == undisturbed.states
+    assert len(joined.resumed) > EPOCHS
+
+
 def shrinks_behind_steps(engine: StepEngine, life: Life) -> None:
     model, tally = prepare_model(nn.Linear(5, 1)), Tally()
     model.module.register_buffer("temperature", torch.ones(()))
@@ -776,3 +806,13 @@ def test_what_a_loop_does_behind_a_step_that_others_have_done_counts_once(
     del life.states[Cursor(0, 2)], meeting.undisturbed.states[Cursor(0, 2)]
     assert life.states == meeting.undisturbed.states
     assert not resumed
+
+
+def test_who_has_begun_a_step_and_receives_the_state_of_before_it_is_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was cut off after a step that the others have done again, and is a step's head ahead."""
+    meeting = Meeting(counts_at_the_head_of_steps)
+    life, resumed = meeting.meet(monkeypatch, Cursor(0, 1), Cursor(0, 1))
+    assert life.states == meeting.undisturbed.states
+    assert resumed == [Cursor(0, 1)]

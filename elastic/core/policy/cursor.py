@@ -39,6 +39,10 @@ class Cursor:
     step: int = 0
 
 
+NO_STEP = Cursor(-1)
+"""Stands for a step before all others."""
+
+
 @dataclass(frozen=True)
 class DataPlan:
     """How a data set is cut into steps and micro-batches, in every epoch alike.

@@ -192,13 +192,20 @@ def next_code_places(
     A member in a loop over micro-batches has run all code at its cursor: it continues with the next
     step, or behind the pass. One in a loop over whole steps has run that with which the step at its
     cursor begins only within that step, and not if it receives the state of another step. One that
-    begins, or that receives the state of another epoch, runs the code before that epoch's pass.
+    begins, or that receives the state of another epoch, runs the code before that epoch's pass. So
+    does one within a step that receives the state of before that step's code: it is called again.
     """
     steps = max(position.epoch_steps for position in positions)
     places = []
-    for position, cursor in zip(positions, transfers.cursors, strict=True):
+    for rank, (position, cursor) in enumerate(zip(positions, transfers.cursors, strict=True)):
         in_step = position.in_pass is PassPosition.WITHIN_STEP and position.cursor == cursor
-        if not position.is_inside or position.cursor.epoch != cursor.epoch:
+        sender = transfers.sender_to(rank)
+        is_sent_back = (
+            in_step
+            and sender is not None
+            and positions[sender].in_pass is not PassPosition.WITHIN_STEP
+        )
+        if is_sent_back or not position.is_inside or position.cursor.epoch != cursor.epoch:
             place = CodePlace(Cursor(cursor.epoch, 0))
         elif steps and cursor.step >= steps:  # While the end is unknown to all, none is past it.
             place = CodePlace(cursor, CodePart.END)

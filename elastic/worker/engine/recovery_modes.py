@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.cursor import NO_STEP, Cursor
 from elastic.core.policy.recovery import CodePlace
 from elastic.core.policy.streams import Data
 from elastic.core.world import NO_GENERATION, Generation
@@ -64,6 +64,7 @@ class ResumeState:
         streams: what is known of a dataset that is read as streams.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
         begun: the last epoch whose code before the pass has run, -1 if none.
+        begun_step: the last whole step whose code before its micro-batches has run.
         data: how the data is cut, None while no loader was read.
         agreed_in: the newest group whose members had the run's state with this one, 0 for none.
         committed_in: the group in which the newest step in it was committed, 0 for none.
@@ -78,6 +79,7 @@ class ResumeState:
     streams: StreamBook = field(default_factory=StreamBook)
     calls_late: bool = False
     begun: int = -1
+    begun_step: Cursor = NO_STEP
     data: Data | None = None
     agreed_in: Generation = NO_GENERATION
     committed_in: Generation = NO_GENERATION

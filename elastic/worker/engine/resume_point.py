@@ -233,6 +233,7 @@ class ResumePoint:
             run.streams,
             self.calls_late,
             run.begun,
+            run.begun_step,
             run.data,
             run.agreed_in,
             run.committed_in,

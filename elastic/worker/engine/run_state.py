@@ -13,7 +13,7 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
-from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.cursor import NO_STEP, Cursor
 from elastic.core.policy.recovery import PassPosition, RunPosition, SavedPosition
 from elastic.core.policy.streams import Data
 from elastic.core.world import NO_GENERATION, Generation
@@ -30,6 +30,7 @@ class RunState:
 
     Attributes:
         begun: the last epoch whose code before the pass has run, -1 if none.
+        begun_step: the last whole step whose code before its micro-batches has run.
         streams: what is known of a dataset that is read as streams.
         loader: that was read last, None before the first pass.
         is_held: we have begun the run, received its state, or loaded it. What an error leaves of a
@@ -44,6 +45,7 @@ class RunState:
         self.cursor = Cursor()
         self.steps = 0
         self.begun = -1
+        self.begun_step = NO_STEP
         self.logbook = Logbook()
         self.loader: MicroBatches | None = None
         self.is_held = False
@@ -118,6 +120,7 @@ class RunState:
             "streams": self.streams.sent(self.cursor, all_of_it=True),
             "steps": self.steps,
             "begun": self.begun,
+            "begun_step": [self.begun_step.epoch, self.begun_step.step],
             "committed_in": self.committed_in,
             "saved": list(saved),
             "data": _plain(data) if data is not None else dict(self._cut),
@@ -131,6 +134,7 @@ class RunState:
         self.streams.receive([state["streams"]])
         self.steps = state["steps"]
         self.begun = state["begun"]
+        self.begun_step = Cursor(*state["begun_step"])
         self.committed_in = state["committed_in"]
         self._cut = state["data"]
         self.cursor = Cursor(*state["cursor"])
@@ -141,6 +145,7 @@ class RunState:
         self.objects.put(left.state)
         self.cursor, self.logbook = left.cursor, left.logbook
         self.steps, self.begun = left.steps, left.begun
+        self.begun_step = left.begun_step
         self._cut = _plain(left.data) if left.data is not None else {}
         self.is_held, self.agreed_in = True, left.agreed_in
         self.committed_in = left.committed_in

@@ -406,6 +406,10 @@ class StepEngine:
         def give() -> WholeStep:
             # Who has received the state has drawn other numbers before.
             seed_everything(head_seed(loader.plan.seed, self.cursor))
+            if self._has_step_head():
+                self._resume_point.keep(self._group.code_places, self._the_reducer().before_step)
+                self._resume_point.begin_code(follows_commit=False)
+            self.groups.defer(True)  # Half of what the script does here would be done again.
             return WholeStep(self, loader, moved)
 
         return self._iterations(loader, give)
@@ -503,7 +507,11 @@ class StepEngine:
         its members have committed the step already, it is over for us, too:
             `StepPhase.RECEIVED`.
         """
-        here = self._epochs.begun = self.cursor
+        if self._has_step_head():
+            self._resume_point.undo_code(self.context.shielded)
+            self._set_whole()
+        here = self._epochs.begun = self.run.begun_step = self.cursor
+        self.groups.defer(self.options.is_in_place)
         while self._machine.phase is not StepPhase.SETTLED:
             yield self._open_iteration(loader, of_whole_step=True)
             self.context.activity.beats += 1
@@ -522,7 +530,18 @@ class StepEngine:
                 return
             # The step goes on: what the script counts in it comes after what was received.
             self.state.put_late()
+            if self._group.code_places[self.context.world_rank].cursor <= here:
+                raise ReenterRequested(
+                    "the others are before the code that begins this step", self.context.generation
+                )
             self.at_boundary()
+
+    def _has_step_head(self) -> bool:
+        """Return whether our state has what the code before a whole step's micro-batches does.
+
+        It was received from a member that was within that step: what that code does here is undone.
+        """
+        return self.run.begun_step == self.cursor
 
     def add_up(self, values: Mapping[str, Any]) -> None:
         if self._iteration.batch is not None:

@@ -71,6 +71,10 @@ class WholeStep:
     at every world size and whatever happens; only a worker that comes later begins at the step
     where the others are, with their state of all registered objects.
 
+    What the script does to prepared and registered objects before the micro-batches counts once,
+    though a worker that comes within a step runs it for that step; let all else there follow from
+    the number of the step.
+
     Between the micro-batches and `optimizer.step()` do what is the same on all ranks: clip, read
     gradients, add noise to them, set rates. Random numbers drawn there, and before the
     micro-batches, are the same on all ranks, whenever they have come. A step that is to change

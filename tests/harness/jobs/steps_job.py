@@ -182,8 +182,8 @@ def train_func(config: dict) -> dict:
         ),
         global_batch_size=config["global_batch"],
     )
-    counted = Counted()
-    train.register(counted=counted)
+    counted, begun = Counted(), Counted()
+    train.register(counted=counted, begun=begun)
 
     def compute(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         x, y, ids = batch
@@ -219,6 +219,7 @@ def train_func(config: dict) -> dict:
     for epoch in train.epochs(config["epochs"]):
         if config["whole_steps"]:
             for step in train.steps(loader):
+                begun.number += 1
                 for batch in step:
                     compute(batch)
                 update()
@@ -233,6 +234,8 @@ def train_func(config: dict) -> dict:
             break
     if counted.number != (epoch + 1) * len(loader):
         raise ValueError(f"{counted.number} steps counted in {epoch + 1} epochs of {len(loader)}")
+    if config["whole_steps"] and begun.number != counted.number:
+        raise ValueError(f"{begun.number} steps begun, and {counted.number} counted")
     check_ledger(module.ledger.detach().cpu(), config | {"epochs": epoch + 1})
     result = {
         "epochs": epoch + 1,
