@@ -56,6 +56,8 @@ def draw_mix(timeline: Timeline) -> Mix:
     return Mix(tuple(weights), rng.choice([200 * MS, 1 * S, 4 * S]))
 
 
+SLOW_NS_MAX = 20 * S
+"""For so long a slow member keeps the others waiting."""
 PREEMPTIONS_ONLY = Mix((("notice", 1.0),), 4 * S)
 """Only preemption notices: then no loss is charged, and no step is repeated."""
 
@@ -249,7 +251,7 @@ class Faults:
     def _slow_worker(self) -> None:
         process = self._member()
         if process is not None:
-            wait = self.timeline.between(300 * MS, 20 * S)
+            wait = self.timeline.between(300 * MS, SLOW_NS_MAX)
             process.slow_until_ns = self.timeline.now_ns + wait
             self.timeline.tell(process.node_id, f"worker {process.worker_id} is slow")
 

@@ -37,14 +37,14 @@ from elastic.core.messages import (
     Drain,
     Release,
 )
-from elastic.core.policy.hang import FIRST_TIMES
+from elastic.core.policy.hang import FIRST_TIMES, LONGEST_TIMES
 from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
 from tests.simulation import crowd, draws, holders
 from tests.simulation.checkers import Checkers, CheckFailed
 from tests.simulation.coordinators import CoordinatorHost
 from tests.simulation.disk import Disk
-from tests.simulation.faults import PREEMPTIONS_ONLY, Faults, draw_mix
+from tests.simulation.faults import PREEMPTIONS_ONLY, SLOW_NS_MAX, Faults, draw_mix
 from tests.simulation.goodput_checks import GoodputChecks
 from tests.simulation.hosts import AgentHost
 from tests.simulation.network import Conditions, Network, Stream
@@ -299,6 +299,9 @@ class Simulation:
         self.timeline.after(1 * S, self._keep_alive)
         longest = draws.HANG_TIMEOUTS_S[-1]
         longest *= FIRST_TIMES if self.is_starting_slowly else 1
+        if self.seed % 3 == PARTS_SEED:
+            # Who has waited in a subgroup for a slow member has paused for as long itself.
+            longest = max(longest, LONGEST_TIMES * SLOW_NS_MAX / S)
         longest += self.coordinator.config.form_timeout_s
         self.timeline.after(round(longest * S) + HUNG_SLACK_NS, self._check_hung)
         if not self.timeline.run_until(until, self._is_done):
