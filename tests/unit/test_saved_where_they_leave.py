@@ -115,8 +115,9 @@ def two_train(*, low: int, high: int = 2) -> Coordinator:
     for name in ("n1", "n2"):
         coordinator.agent(name)
     coordinator.submit("a", low, high, run_path="/runs/a")
-    coordinator.ready("n1/1", "n2/1")
-    for worker in ("n1/1", "n2/1"):
+    workers = [f"n{number}/1" for number in range(1, high + 1)]
+    coordinator.ready(*workers)
+    for worker in workers:
         coordinator.update(worker, WorkerPhase.TRAINING, in_place=True)
     coordinator.advance(0.1)
     return coordinator
@@ -137,3 +138,21 @@ def test_and_are_cut_off_when_their_nodes_must_leave() -> None:
     coordinator.ready("n2/1")
     coordinator.advance(20.1)
     assert coordinator.members("a") == "g2: n3/1"
+
+
+def test_those_whose_state_storage_has_not_taken_train_on_until_it_has() -> None:
+    """Who would replace them has none of it, and their node is there for a while."""
+    coordinator = two_train(low=1, high=1)
+    coordinator.notice("n1", 120)
+    coordinator.ready("n2/1")
+    assert [message.saves for message in coordinator.sent(LeaveGroup)] == [True]
+    coordinator.ready("n1/1")
+    assert coordinator.members("a") == "g2: n1/1"
+    coordinator.update("n1/1", WorkerPhase.TRAINING, in_place=True)
+    coordinator.advance(50)
+    assert not coordinator.sent(LeaveGroup)
+    saved(coordinator)
+    assert [message.saves for message in coordinator.sent(LeaveGroup)] == [True]
+    saved(coordinator, 2)
+    coordinator.ready("n1/1")
+    assert coordinator.members("a") == "g3: n2/1"

@@ -73,10 +73,15 @@ class LeavingNodes:
     Attributes:
         is_news: its members were not notified yet of one of them.
         saved_ns: when a checkpoint was last requested because it needs them.
+        saved_before: path of the newest automatic checkpoint of its generation when its members
+            were asked to save where they leave, "" for none.
+        is_unsaved: its members have left the one before it to be saved, which came to nothing.
     """
 
     is_news: bool = False
     saved_ns: int | None = None
+    saved_before: str = ""
+    is_unsaved: bool = False
 
 
 @dataclass
@@ -264,6 +269,11 @@ class JobReports:
     metrics: str = ""
     newest: tuple[Generation, int] = (NO_GENERATION, -1)
     micro_batches: int = 0
+
+    def automatic_of(self, generation: Generation) -> str:
+        """Return the path of the newest automatic checkpoint of a generation, "" for none."""
+        found = [one for one in self.checkpoints if one.automatic and one.generation == generation]
+        return found[-1].path if found else ""
 
 
 @dataclass(frozen=True)

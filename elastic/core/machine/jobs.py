@@ -204,13 +204,17 @@ class JobState:
 
     def current(self) -> CurrentGroup:
         """Return the newest group as the membership policy sees it."""
-        members = self.member_ids()
+        members, leavers = self.member_ids(), self.newest.leavers
+        is_asked = leavers.is_unsaved or self.newest.phase is GroupPhase.SAVING
+        saved = self.reports.automatic_of(self.generation) if is_asked else ""  # It reads all.
         return CurrentGroup(
             self.generation,
             members,
             self.is_open,
             self.newest.is_asked_to_leave,
             self.newest.phase is GroupPhase.SAVING,
+            is_saved=bool(saved) and saved != leavers.saved_before,
+            is_unsaved=leavers.is_unsaved and not saved,
             stuck=self.newest.hang.stuck,
             in_place=self.is_in_place(),
             has_trained=self.newest.training_since_ns is not None,

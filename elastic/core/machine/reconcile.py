@@ -258,6 +258,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     )
     job.newest.placed = job.newest.group, places
     job.newest.move(GroupPhase.OPEN)
+    job.newest.leavers.is_unsaved = plan.is_unsaved
     job.newest.hang.stuck = ""
     job.newest.anew_ns = None
     if plan.cause != "broken" or job.newest.training_since_ns is not None:
@@ -311,6 +312,7 @@ def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason:
     request is sent before that is durable: losing the flag shortens a timeout, and does no harm.
     """
     is_news = job.newest.phase is GroupPhase.SAVING or plan.saves
+    job.newest.leavers.saved_before = job.reports.automatic_of(job.generation)
     job.newest.move(GroupPhase.SAVING if plan.saves else GroupPhase.LEAVING)
     for worker_id in job.member_ids():
         worker = job.workers[worker_id]

@@ -61,6 +61,7 @@ class GroupPlan:
     Attributes:
         saves: members must save their state where they leave.
         dumps_stacks: it is unknown which member hangs: request the stacks of all first.
+        is_unsaved: members form the next group because their state could not be saved.
     """
 
     act: GroupAction
@@ -68,6 +69,7 @@ class GroupPlan:
     cause: str = ""
     saves: bool = False
     dumps_stacks: bool = False
+    is_unsaved: bool = False
 
 
 class Candidate(NamedTuple):
@@ -109,6 +111,9 @@ class CurrentGroup:
         leave_requested: its members were asked to leave at a boundary.
         saves: they must also save their state there.
         is_saving: and those that have not left yet are still doing so, without a stall.
+        is_saved: a checkpoint was recorded since they were asked to leave.
+        is_unsaved: when they left the group before, for others to go on, none was; nor has one been
+            in this group.
         stuck: why it can never continue, "" if it can.
         in_place: members that have left still have its state in memory, and continue with it.
         has_trained: all its members trained at some time.
@@ -124,6 +129,8 @@ class CurrentGroup:
     leave_requested: bool = False
     saves: bool = False
     is_saving: bool = False
+    is_saved: bool = False
+    is_unsaved: bool = False
     stuck: str = ""
     in_place: bool = False
     has_trained: bool = False
@@ -328,6 +335,9 @@ def _request(
     """Decide whether a healthy group should change at its next boundary."""
     joining = len(set(wanted) - set(current.members))
     leaving = len(set(current.members) - set(wanted))
+    if saves and current.is_unsaved:
+        reason = "no member stays, and storage has not taken their state: they train on until then"
+        return Decision(GroupPlan(GroupAction.KEEP), reason, wake_ns)
     if wanted and joining + leaving:
         reason = f"{joining} to join and {leaving} to leave at the next boundary"
         if current.leave_requested and current.saves is saves:
@@ -438,15 +448,19 @@ def _replace_out(
     """Form the next group after members left at a boundary, with a member that has the state.
 
     If since the request all members with the state must leave, and have not saved it, they join
-    once more: they pass it to others, or save it, before they leave at another boundary.
+    once more: they pass it to others, or save it, before they leave at another boundary. So they do
+    if storage has not taken it: others would begin from an older state, before these must go.
     """
     members = set(current.members)
-    if current.in_place and not current.saves and members.isdisjoint(wanted):
+    is_unsaved = bool(current.saves and not current.is_saved and wanted and spec.run_path)
+    is_lost = is_unsaved or not current.saves
+    if current.in_place and is_lost and members.isdisjoint(wanted):
         again = choose(spec, current, by_id, interrupting=True, with_leavers=True)
         if not members.isdisjoint(again):
-            return Decision(
-                GroupPlan(GroupAction.FORM, again, "drain"), "all that have the state are to leave"
-            )
+            reason = "all that have the state are to leave"
+            reason += ", and storage has not taken it" if is_unsaved else ""
+            plan = GroupPlan(GroupAction.FORM, again, "drain", is_unsaved=is_unsaved)
+            return Decision(plan, reason)
     return _replace(spec, current, by_id, "join", "the group ended at a step boundary")
 
 
