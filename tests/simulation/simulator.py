@@ -393,8 +393,10 @@ class Simulation:
         """In the liveness phase, restart agents that are down or drained; check each second."""
         for agent in self.agents:
             agent.start()
+        healed_ns = self.timeline.now_ns - SAFETY_NS  # Before, nobody may have been there to judge.
         for job_id in self.plane.scripts:
-            self.checkers.waits_in_vain(job_id, self.plane.waits_in_vain_ns(job_id) / S)
+            waited_ns = min(self.plane.waits_in_vain_ns(job_id), healed_ns)
+            self.checkers.waits_in_vain(job_id, waited_ns / S)
         self.plane.copying.check_copied(
             [j for j, s in self.plane.scripts.items() if s.copies_every]
         )
