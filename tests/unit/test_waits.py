@@ -18,7 +18,6 @@ from elastic.errors import UsageError
 from elastic.worker.group import c10d
 from elastic.worker.group.abortable_wait import MESSAGES, AbortableWait, checked
 from elastic.worker.group.collective_watch import seen_stack
-from elastic.worker.group.gloo_threads import IdleDetector
 from elastic.worker.process.broken_group_hold import _checked_at, held_back
 from tests.patience import DEADLINE_S
 
@@ -28,15 +27,8 @@ class PlayedLife:
     """A life whose end the test says."""
 
     spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(generation=1))
-    is_over: bool = False
-    threads: frozenset[int] = frozenset()
+    aborted: bool = False
     timeout: timedelta = timedelta(seconds=DEADLINE_S)
-
-    def has_closed_all(self) -> bool:
-        return self.is_over
-
-    def quiet(self) -> IdleDetector:
-        return IdleDetector(self.threads, are_all=True)
 
 
 @dataclass
@@ -105,14 +97,14 @@ def test_a_work_that_ends_gives_what_torch_gives(waits: AbortableWait, kind: int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wait_is_given_up_once_the_life_has_let_go(
+def test_a_wait_is_given_up_once_its_group_was_aborted(
     waits: AbortableWait, life: PlayedLife, kind: int
 ) -> None:
     work = PlayedWork(kind)
     thread, errors = in_thread(lambda: waits.wait(real, work))
     assert work.began.wait(DEADLINE_S)
     assert thread.is_alive()
-    life.is_over = True
+    life.aborted = True
     thread.join(DEADLINE_S)
     assert "the group is over" in errors[0]
     work.done.set()
@@ -135,11 +127,11 @@ def test_messages_are_waited_for_together(waits: AbortableWait, life: PlayedLife
     works[0].done.set()
     thread, errors = in_thread(lambda: waits.wait_messages(real, works))
     assert works[1].began.wait(DEADLINE_S)
-    life.is_over = True
+    life.aborted = True
     thread.join(DEADLINE_S)
     assert "the group is over" in errors[0]
     works[1].done.set()
-    life.is_over = False
+    life.aborted = False
     waits.wait_messages(real, works)
     waits.wait_messages(real, [])
 

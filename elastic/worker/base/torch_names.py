@@ -66,6 +66,7 @@ NAMES = (
     PrivateName(C10D, "ProcessGroupGloo._set_default_timeout", "timeouts of a group that forms"),
     PrivateName(C10D, "ProcessGroupGloo._Options._timeout", "timeouts of a group that forms"),
     PrivateName(C10D, "ProcessGroupGloo._Options._devices", GROUPS),
+    PrivateName(C10D, "ProcessGroupGloo._Options._threads", "gloo is seen to have come to its end"),
     PrivateName(
         MESH, "DeviceMesh._thread_id", "layouts of groups that are gone differ from new ones"
     ),

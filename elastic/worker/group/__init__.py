@@ -6,5 +6,5 @@ What is where:
     meeting       store_server, group_store, store_wire: the rendezvous store and its clients
     own traffic   member_links, peer_sockets, shared_memory, accelerators; connections (what is cut)
     torch, gloo   c10d (private parts of torch), background_saves, sockets, gloo_port
-    stuck waits   abortable_wait, collective_watch, gloo_threads
+    stuck waits   abortable_wait, collective_watch
 """

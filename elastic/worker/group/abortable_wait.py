@@ -8,14 +8,12 @@ the kill of a peer in the middle of a 20 MB message nearly all members block lik
 
 Rule: no thread blocks inside gloo on something that only a peer can complete. Collectives are
 polled in slices. A send or receive, which gloo would cancel at the end of a slice, is waited for by
-a thread that can be abandoned. A wait is given up only once its group is over, gloo has closed all
-of its connections, and none of gloo's threads is busy: until then it may still write into the
-buffers. `ProcessGroups.drop` waits for the same.
+a thread that can be abandoned. A wait is given up once its group was aborted. gloo may still write
+into the buffers then, until `ProcessGroups.drop` returns: it waits for the end of that.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -28,12 +26,8 @@ from typing import Any
 from elastic.worker.group import c10d
 from elastic.worker.group.group_resources import GroupResources
 
-log = logging.getLogger(__name__)
-
 SLICE_S = 0.05
 SLICE = timedelta(seconds=SLICE_S)
-QUIET_S = 0.1
-"""How long after the end of the last connection no thread of gloo's may have done anything."""
 MESSAGES = frozenset((12, 13, 14))
 """Numbers of torch's OpType: SEND, RECV, RECVANYSOURCE."""
 
@@ -92,11 +86,10 @@ class AbortableWait:
         # A thread left behind, by an exception of a signal handler's too, gets no further call.
         self._waiters.mine = None
         answer = waiter.submit(call)
-        over = _Over(resources)
         while not futures.wait((answer,), SLICE_S).done:
-            if over.is_certain():
+            if resources.aborted:
                 waiter.leave()
-                raise over.error()
+                raise _given_up(resources)
         self._waiters.mine = waiter
         return answer.result()
 
@@ -104,7 +97,6 @@ class AbortableWait:
 def _in_slices(
     resources: GroupResources, real: Wait, work: Any, checks: Sequence[Callable[[], None]]
 ) -> Any:
-    over = _Over(resources)
     while True:
         began = time.monotonic()
         try:
@@ -114,8 +106,8 @@ def _in_slices(
                 return real(work)  # Its own error, or it completed just now.
             if time.monotonic() - began < SLICE_S / 2:
                 raise  # An error, not the end of the slice.
-            if over.is_certain():
-                raise over.error() from None
+            if resources.aborted:
+                raise _given_up(resources) from None
         for check in checks:
             check()
 
@@ -125,22 +117,10 @@ def _each(real: Wait, works: Sequence[Any], *timeout: timedelta) -> bool:
     return all([real(work, *timeout) for work in works])  # noqa: C419 - each, whatever it returns
 
 
-class _Over:
-    """Whether nothing can complete a wait of this group any more."""
-
-    def __init__(self, resources: GroupResources) -> None:
-        self._resources = resources
-        self._quiet = resources.quiet()
-
-    def is_certain(self) -> bool:
-        return self._resources.has_closed_all() and self._quiet.lasts(QUIET_S)
-
-    def error(self) -> RuntimeError:
-        spec = self._resources.spec
-        log.info("forgotten_by_gloo generation=%d: a wait was given up", spec.generation)
-        return RuntimeError(
-            f"{spec}: Connection closed: the group is over, and gloo did not report it"
-        )
+def _given_up(resources: GroupResources) -> RuntimeError:
+    return RuntimeError(
+        f"{resources.spec}: Connection closed: the group is over, and gloo has not reported it"
+    )
 
 
 class WaitThread:

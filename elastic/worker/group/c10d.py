@@ -44,6 +44,9 @@ MAPS = (
 )
 """What torch's own destroy_process_group empties."""
 
+GLOO_THREADS = 2
+"""In which each gloo backend carries out collectives; torch's own number."""
+
 PARTS_MAX, PART_RANKS_MAX = 64, 8192
 """Limits of what a waiting worker reports of its subgroups, twice a second."""
 

@@ -8,7 +8,7 @@ compiler.
 Waiting for peers is recognised in three ways, because neither `fully_shard` nor
 DistributedDataParallel nor collectives of the script's own report anything: torch counts the
 collectives that each group has begun, the stack of a thread that waits in one ends inside
-torch.distributed, and where torch waits in C++, its own threads wait for a peer's bytes.
+torch.distributed, and where torch computes or waits in C++, a thread that waits uses no processor.
 
 Rule: nothing here blocks the main thread or interrupts its system calls. What cannot be classified
 counts as work.
@@ -21,7 +21,7 @@ import os
 import platform
 import sysconfig
 import threading
-from collections.abc import Callable, Set
+import time
 from enum import Enum
 from types import FrameType
 
@@ -30,11 +30,12 @@ import torch
 from elastic.core.world import CollectiveCount
 from elastic.worker.base.thread_frames import thread_frames
 from elastic.worker.group import abortable_wait, c10d
-from elastic.worker.group.gloo_threads import sleeps_for_ever, wait_for_peers
 from elastic.worker.group.group import ProcessGroups
 
 LATE_NS = 300_000_000
 """Time between samples further apart does not count: it is not known what was then."""
+BUSY = 0.1
+"""Of a processor: what a thread that waits stays below, and one that computes does not."""
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -78,7 +79,7 @@ class BlockedKind(Enum):
     `CALLED` is a collective that the script calls by itself. With a sharded model it may be in one
     of many groups, of which we know nothing: it counts as work. While torch is `COMPILING`, which
     may take minutes, and while it is `ASLEEP` for a given time, it works. In `NATIVE` code of
-    torch's it may do either: gloo's threads show which.
+    torch's it may do either: the processor that it uses shows which.
     """
 
     ELSEWHERE = "elsewhere"
@@ -122,14 +123,10 @@ class BytecodeProbe:
 class CollectiveWatch:
     """Samples the main thread of a worker."""
 
-    def __init__(self, threads: Callable[[], Set[int]] = frozenset) -> None:
-        """Begin with nothing seen.
-
-        Args:
-            threads: returns the numbers of those in which gloo carries out collectives now.
-        """
-        self._threads = threads
+    def __init__(self) -> None:
+        """Begin with nothing seen."""
         self._probe = BytecodeProbe()
+        self._idle = IdleDetector()
         self._moves = 0
         self._place: tuple[int, ...] = ()
         self._where = ""
@@ -179,6 +176,7 @@ class CollectiveWatch:
 
     def _check(self, beats: int, now_ns: int, is_sharded: bool, works: bool) -> tuple[int, int]:
         stack, self._where = seen_stack(threading.main_thread())
+        is_idle = self._idle.sample()
         place = (beats, *c10d.issued(), *stack)
         self._has_moved = False
         late_ns, self._checked_ns = now_ns - self._checked_ns, now_ns
@@ -193,7 +191,7 @@ class CollectiveWatch:
         waits = (
             stance is BlockedKind.SHARDING
             or (stance is BlockedKind.CALLED and not is_sharded)
-            or (stance is BlockedKind.NATIVE and main_waits_for_peers(self._threads()))
+            or (stance is BlockedKind.NATIVE and is_idle and c10d.all_by_gloo())
         )
         if waits:
             self._since_ns = self._since_ns or now_ns
@@ -220,14 +218,19 @@ def blocked_in_of(thread: threading.Thread) -> BlockedKind:
     return _elsewhere(frame) if found is BlockedKind.ELSEWHERE else found
 
 
-def main_waits_for_peers(threads: Set[int]) -> bool:
-    """Return whether the main thread waits without a limit, and gloo for bytes of a peer.
+class IdleDetector:
+    """Detects that the main thread has hardly used a processor for a while."""
 
-    Args:
-        threads: the numbers of those in which gloo carries out collectives.
-    """
-    # Not `native_id`: after a fork it is still that of the process before.
-    return sleeps_for_ever(os.getpid()) and wait_for_peers(threads)
+    def __init__(self) -> None:
+        self._now = self._spent = 0.0
+
+    def sample(self) -> bool:
+        """Return whether it is so since the last sample."""
+        main = threading.main_thread().ident or 0
+        last, spent = self._now, self._spent
+        self._now = time.monotonic()
+        self._spent = time.clock_gettime(time.pthread_getcpuclockid(main))
+        return self._spent - spent <= BUSY * (self._now - last)
 
 
 def seen_stack(thread: threading.Thread) -> tuple[tuple[int, ...], str]:

@@ -2,7 +2,7 @@
 
 Rule: the main thread never waits inside torch for something that only a peer can end. Connecting
 and forming run in a thread that can be left behind; a collective is freed by shutting the group's
-sockets down, or given up once they are closed (see `abortable_wait`). So `abort`, from any thread
+sockets down, or given up (see `abortable_wait`). So `abort`, from any thread
 at any moment, gives the main thread back within milliseconds, and the old group is dropped, never
 destroyed, on the way to the next one.
 """
@@ -30,8 +30,7 @@ from elastic.worker.group import c10d, connections
 from elastic.worker.group.abortable_wait import AbortableWait
 from elastic.worker.group.background_saves import BackgroundSaves
 from elastic.worker.group.gloo_port import binding_within
-from elastic.worker.group.gloo_threads import numbers_of_gloo
-from elastic.worker.group.group_resources import AT_WORK_S, BackgroundReaper, GroupResources
+from elastic.worker.group.group_resources import FORGOTTEN_S, BackgroundReaper, GroupResources
 from elastic.worker.group.group_store import GroupStore, StoreAddress
 from elastic.worker.group.sockets import (
     WatchedDescriptor,
@@ -178,31 +177,34 @@ class ProcessGroups:
 
         Its connections are shut down, so all members must have left the group, or it must be
         broken. What torch holds is taken apart in the background, as far as user code releases it.
-        Takes milliseconds, mostly; a second where gloo does not close a connection by itself. After
-        a GroupError (gloo does not become idle, or NCCL keeps its communicators) the process must
-        be replaced.
+        Takes milliseconds.
+
+        Raises:
+            GroupError: gloo does not become idle, or NCCL does not release its communicators;
+                the process must be replaced. So it is each time, until then.
         """
-        with self._lock:
-            resources, self._resources = self._resources, None
+        resources = self._resources
         self._saves.forget()
-        if resources is not None:
-            self._abort(resources)
-            connections.close_all()
-            resources.abort_nccl()  # once more: a group may have been made while it was aborted
-            is_quiet = resources.join_gloo()
-            self._reaper.release_later([resources, *c10d.forget_all_groups()], resources.release)
-            if not is_quiet:
-                raise GroupError(
-                    f"{resources.spec}: gloo has been at work for {AT_WORK_S:.0f} s since the "
-                    f"group is over, and may write where this process trains; it must be replaced"
-                )
-            if not resources.join_nccl(NCCL_ABORT_S):
-                raise GroupError(
-                    f"{resources.spec}: NCCL has not ended its communicators after "
-                    f"{NCCL_ABORT_S:.0f} s; this process cannot form another group and must be "
-                    f"replaced"
-                )
-        self._reaper.release_later(c10d.forget_all_groups())
+        if resources is None:
+            self._reaper.release_later(c10d.forget_all_groups())
+            return
+        self._abort(resources)
+        connections.close_all()
+        resources.abort_nccl()  # once more: a group may have been made while it was aborted
+        if not resources.join_gloo():
+            raise GroupError(
+                f"{resources.spec}: gloo has forgotten a wait, or is still at work "
+                f"{FORGOTTEN_S:.0f} s after the group is over, and may write where this process "
+                f"trains; it must be replaced"
+            )
+        if not resources.join_nccl(NCCL_ABORT_S):
+            raise GroupError(
+                f"{resources.spec}: NCCL has not ended its communicators after "
+                f"{NCCL_ABORT_S:.0f} s; this process cannot form another group and must be replaced"
+            )
+        with self._lock:
+            self._resources = None
+        self._reaper.release_later([resources, *c10d.forget_all_groups()], resources.release)
 
     def close(self) -> None:
         """Drop the group and give torch its own functions back; for the end of the process."""
@@ -263,14 +265,9 @@ class ProcessGroups:
         return resources is not None and resources.is_broken()
 
     def over(self) -> GroupResources | None:
-        """Return a group that is over and not dropped yet; None if there is no such."""
+        """Return a group that was aborted and is not dropped yet; None if there is no such."""
         resources = self._resources
-        return resources if resources is not None and resources.has_closed_all() else None
-
-    def gloo_threads(self) -> frozenset[int]:
-        """Return the numbers of the threads in which gloo carries out the group's collectives."""
-        resources = self._resources
-        return resources.threads if resources is not None else frozenset()
+        return resources if resources is not None and resources.aborted else None
 
     def received_bytes(self) -> int:
         """Return what has come from the other members, as far as that can be known."""
@@ -332,8 +329,8 @@ class ProcessGroups:
         options = c10d.parts().gloo_options()
         options._devices = [resources.device]
         options._timeout = timedelta(seconds=limit_s)
+        options._threads = c10d.GLOO_THREADS
         before = frozenset(resources.loop.watched()) if resources.loop else frozenset()
-        threads = numbers_of_gloo()
 
         def build() -> Any:
             backend = real(store, rank, size, options)
@@ -352,7 +349,7 @@ class ProcessGroups:
         finally:
             shut_listener(resources.loop)
         backend._set_default_timeout(timedelta(seconds=timeout_s))
-        resources.add_backend(backend, before, threads)
+        resources.add_backend(backend, before)
         return backend
 
     def wait_aside(

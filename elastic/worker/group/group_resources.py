@@ -3,6 +3,10 @@
 Rule: `abort` may be called from any thread at any time. After it no thread of this generation
 blocks on a peer, except in waits that gloo never wakes (see `abortable_wait`). Teardown takes up to
 10 ms for each connection, so a reaper thread does it in the background.
+
+gloo writes into tensors from its event loop, until it has closed the connections, and from the
+threads of each backend, which copy and add up. Such a thread has left the works before once it runs
+the callback of a later one: so each is given a work of ours, which holds it until all are held.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ import torch
 
 from elastic.errors import GroupError
 from elastic.worker.group import c10d, connections
-from elastic.worker.group.gloo_threads import IdleDetector, numbers_of_gloo, wait_for_peers
 from elastic.worker.group.sockets import (
     GlooEpoll,
     WatchedDescriptor,
@@ -37,16 +40,14 @@ BURIAL_S = 2.0
 KEEP_UP_S = 0.2
 """How long after an abort our peers' connections are kept up: they are asked to leave, too, and
 until they have, a connection that is reset can make gloo forget what they wait for."""
-CLOSE_S = 1.0
-"""How long gloo may take to close connections that have ended; it takes some microseconds."""
-SILENT_S = 0.1
-"""How long after a connection was silenced gloo may still read from it."""
-AT_WORK_S = 30.0
-"""How long gloo may take to copy or add up what had come, once nothing more comes."""
-QUIET_POLLS_S = 0.005
+FORGOTTEN_S = 1.0
+"""How long gloo may take to close connections that have ended, and to copy or add up what had come.
+It takes milliseconds, or for ever: if a message was cut in its middle, gloo never wakes who waits
+for its end, and never closes the connection of one whose receiver is gone."""
 POLL_S = 0.0005
 """Between two polls."""
-FORGOTTEN_POLL_S = 1.0
+HOLD_S = 0.005
+"""How long to wait for a thread of gloo's to take a work of ours before it gets another one."""
 
 
 @dataclass
@@ -58,23 +59,6 @@ class GlooBackend:
 
 
 @dataclass
-class _Cut:
-    """How far the end of a generation's connections is; times are of `time.monotonic`, 0 before.
-
-    Attributes:
-        at: when they had been cut.
-        kept_until: until when our ends of them are kept up.
-        silenced_at: when those were silenced that gloo had not closed.
-        handles: our ends.
-    """
-
-    at: float = 0.0
-    kept_until: float = 0.0
-    silenced_at: float = 0.0
-    handles: list[socket.socket] = field(default_factory=list)
-
-
-@dataclass
 class GroupResources:
     """What has to be cut and released when a generation ends.
 
@@ -82,7 +66,7 @@ class GroupResources:
         deadline: `time.monotonic()` by which the group must be formed.
         store: the group's store, once the leader has answered.
         device: gloo's device; all groups of a generation share one, and no two generations do.
-        threads: ids of the threads in which gloo carries out its collectives.
+        loop: the device's event loop.
     """
 
     deadline: float
@@ -92,11 +76,11 @@ class GroupResources:
     loop: GlooEpoll | None = None
     is_formed: bool = False
     aborted: bool = False
-    threads: frozenset[int] = frozenset()
     _backends: list[GlooBackend] = field(default_factory=list)
     _waiting: Future[Any] | None = None
     _nccl: list[threading.Thread] = field(default_factory=list)
-    _end: _Cut = field(default_factory=_Cut)
+    _kept_up: list[socket.socket] = field(default_factory=list)
+    _kept_until: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left_s(self) -> float:
@@ -118,11 +102,8 @@ class GroupResources:
 
     # --------------------------------------------------------------------------------- backends
 
-    def add_backend(
-        self, backend: Any, before: frozenset[WatchedDescriptor], threads: frozenset[int]
-    ) -> None:
-        """Remember a gloo backend, and connections and threads made since `before`, `threads`."""
-        self.threads |= numbers_of_gloo() - threads
+    def add_backend(self, backend: Any, before: frozenset[WatchedDescriptor]) -> None:
+        """Remember a gloo backend, and the connections made since `before`."""
         now = self.loop.watched() if self.loop else ()
         sockets = tuple(one for one in now if one not in before)
         self._backends.append(GlooBackend(backend, sockets))
@@ -172,46 +153,28 @@ class GroupResources:
         return "nccl" in self.spec.backend and c10d.any_nccl_error(c10d.all_groups())
 
     def has_closed_all(self) -> bool:
-        """Return whether the group was aborted and gloo has closed all of its connections.
-
-        Nothing more is received then; a gloo thread may still copy or add up earlier data.
-        """
-        end = self._end
-        if not end.at:
-            return False
+        """Return whether gloo has closed all of an aborted group's connections."""
         ours = {one.inode for known in list(self._backends) for one in known.sockets}
         with self._lock:  # `release` ends the device, and its descriptor may then be reused
-            left = ours.intersection(one.inode for one in self.loop.watched()) if self.loop else ()
-            now = time.monotonic()
-            if not left or now - end.at < CLOSE_S:
-                return not left
-            if self.loop is not None and not end.silenced_at:
-                self.loop.silence(ours)
-                end.silenced_at = now
-            return now - end.silenced_at > SILENT_S
+            return self.loop is None or ours.isdisjoint(one.inode for one in self.loop.watched())
 
     @property
     def timeout(self) -> timedelta:
         """How long to wait for a message."""
         return timedelta(seconds=self.spec.timeout_s)
 
-    def quiet(self) -> IdleDetector:
-        """Return a detector for the gloo threads that run this group's collectives."""
-        return IdleDetector(self.threads, are_all=not self._backends or bool(numbers_of_gloo()))
-
     def join_gloo(self) -> bool:
-        """Wait until gloo does nothing more for this group, once aborted; return whether it is so.
+        """Wait until gloo writes nothing more for this group, once aborted.
 
-        Usually takes milliseconds, at most `CLOSE_S` and `AT_WORK_S`.
+        Returns:
+            Whether that is so within `FORGOTTEN_S`; usually takes milliseconds.
         """
+        deadline = time.monotonic() + FORGOTTEN_S
         while not self.has_closed_all():
-            time.sleep(POLL_S)
-        quiet, end = self.quiet(), time.monotonic() + AT_WORK_S
-        while not quiet.lasts(QUIET_POLLS_S):
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
-        return True
+        return all(join_threads(known.backend, deadline) for known in list(self._backends))
 
     def received_bytes(self) -> int:
         ours = connections.received_bytes()
@@ -230,16 +193,13 @@ class GroupResources:
         The device's own reference goes first: then a backend's destructor ends the device, which
         torch runs without holding the interpreter lock.
         """
-        time.sleep(max(0.0, self._end.kept_until - time.monotonic()))
+        time.sleep(max(0.0, self._kept_until - time.monotonic()))
         with self._lock:
-            handles, self._end.handles = self._end.handles, []
+            handles, self._kept_up = self._kept_up, []
             self.loop = None
             self.device = None
         for handle in handles:
             handle.close()
-        # The thread that releases a group last waits for what it has forgotten: never a script's.
-        while wait_for_peers(self.threads):
-            time.sleep(FORGOTTEN_POLL_S)
         self._backends.clear()
         store, self.store = self.store, None
         if store is not None:
@@ -248,13 +208,44 @@ class GroupResources:
     def _cut(self) -> None:
         with self._lock:  # `release` ends the device, and its descriptor may then be reused
             if self.loop is not None:
-                self._end.handles += end_reading(self.loop.watched())
-                self._end.kept_until = time.monotonic() + KEEP_UP_S
+                self._kept_up += end_reading(self.loop.watched())
+                self._kept_until = time.monotonic() + KEEP_UP_S
         store = self.store
         if store is not None:
             store.cut()
         connections.cut_all()
-        self._end.at = self._end.at or time.monotonic()
+
+
+def join_threads(backend: Any, deadline: float) -> bool:
+    """Wait until all threads of a gloo backend have left what they had to do.
+
+    Args:
+        backend: whose connections are closed, so that a new work fails at once.
+        deadline: of `time.monotonic`.
+
+    Returns:
+        Whether they have by then.
+    """
+    ours, held, over = threading.get_ident(), threading.Semaphore(0), threading.Event()
+    missing, is_late = c10d.GLOO_THREADS, False
+
+    def hold(_: object) -> None:
+        nonlocal is_late
+        if threading.get_ident() == ours:
+            is_late = True  # The work had failed before it had this callback.
+        else:
+            held.release()
+            over.wait()
+
+    try:
+        while missing and time.monotonic() < deadline:
+            is_late = False
+            backend.allreduce([torch.zeros(1)]).get_future().add_done_callback(hold)
+            if not is_late:
+                missing -= held.acquire(timeout=HOLD_S)
+        return not missing
+    finally:
+        over.set()
 
 
 class BackgroundReaper:

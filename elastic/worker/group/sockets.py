@@ -13,24 +13,18 @@ import ctypes
 import errno
 import hashlib
 import os
-import platform
 import re
 import select
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 DESCRIPTORS = "/proc/self/fd"
 # "tfd:  12 events:  19 data: 5650  pos:0 ino:8b57 sdev:9", one line for each watched descriptor.
-WATCHED_LINE = re.compile(
-    r"^tfd:\s*(\d+)\s.*\bdata:\s*([0-9a-f]+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE
-)
-EPOLL_CTL_MOD = 3
-EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() in ("x86_64", "i686") else "=I4xQ")
-"""`struct epoll_event`, events and data; x86 packs it."""
+WATCHED_LINE = re.compile(r"^tfd:\s*(\d+)\s.*\bino:([0-9a-f]+)\b", re.MULTILINE)
 POLL_RDHUP = getattr(select, "POLLRDHUP", 0x2000)
 TCP_INFO_BYTES = 192
 BYTES_RECEIVED_AT = 128
@@ -59,32 +53,15 @@ class GlooEpoll:
 
     def watched(self) -> tuple[WatchedDescriptor, ...]:
         """Return all that the device watches now: its pipe, its listener, its connections."""
-        return tuple(one for one, _ in self._lines())
-
-    def silence(self, inodes: Set[int]) -> None:
-        """Stop events of these sockets from reaching the device; it still owns them.
-
-        gloo busy-loops on a connection whose message was interrupted and whose receiver is gone:
-        it neither reads on nor sees the end.
-        """
-        change = ctypes.CDLL(None, use_errno=True).epoll_ctl
-        for one, data in self._lines():
-            if one.inode in inodes:
-                # One shot, because the kernel reports a reset whatever was subscribed.
-                event = EPOLL_EVENT.pack(select.EPOLLONESHOT, data)
-                change(self.descriptor, EPOLL_CTL_MOD, one.descriptor, event)
-
-    def _lines(self) -> list[tuple[WatchedDescriptor, int]]:
-        """Return what is watched, with the data that epoll returns for it."""
         try:
             with open(f"/proc/self/fdinfo/{self.descriptor}", encoding="ascii") as lines:
                 text = lines.read()
         except FileNotFoundError:
-            return []
-        return [
-            (WatchedDescriptor(int(number), int(inode, 16)), int(data, 16))
-            for number, data, inode in WATCHED_LINE.findall(text)
-        ]
+            return ()
+        return tuple(
+            WatchedDescriptor(int(number), int(inode, 16))
+            for number, inode in WATCHED_LINE.findall(text)
+        )
 
 
 def socket_inodes() -> frozenset[int]:

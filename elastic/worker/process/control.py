@@ -87,7 +87,7 @@ class ControlThread:
         self._interrupter = interrupter
         self._clock = clock
         self._machine = WorkerMachine()
-        self._collectives = CollectiveWatch(groups.gloo_threads)
+        self._collectives = CollectiveWatch()
         self._flow = PeerTraffic(groups.received_bytes)
         self._events, self._run_path = EventWriter(), ""
         self._closed = False

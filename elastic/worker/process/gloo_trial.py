@@ -1,8 +1,8 @@
 """Tries out what we rely on in gloo: two members in one process, and their connections cut.
 
-How a broken collective is reported, and how gloo's threads are named, is no API of torch's: a
-release that changes it would have a lost peer count as a failure of user code, or buffers reused
-while gloo still writes into them, without an error.
+How a broken collective is reported, and where what follows it is called, is no API of torch's: a
+release that changes it would have a lost peer count as a failure of user code, or all members of a
+broken group replaced.
 
 Rule: run in a process of its own, because it starts threads. Once for each torch: who passed is
 remembered.
@@ -17,6 +17,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.core.broken import broken_words_in
-from elastic.worker.group.gloo_threads import NAME, numbers_of_gloo
+from elastic.worker.group.group_resources import FORGOTTEN_S, join_threads
 from elastic.worker.process.main import die_with_parent
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -62,8 +63,6 @@ def _pair() -> list[Any]:
 
 def _differences(members: list[Any], sockets: set[int]) -> list[str]:
     found = []
-    if not numbers_of_gloo():
-        found.append(f"no thread is called {NAME}, as those in which gloo carries out collectives")
     works = [member.allreduce([torch.ones(4)]) for member in members]
     for work in works:
         work.wait()
@@ -72,13 +71,15 @@ def _differences(members: list[Any], sockets: set[int]) -> list[str]:
         found.append("gloo opened no sockets that could be cut")
     for number in sockets:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as cut:
-            cut.shutdown(socket.SHUT_RDWR)
+            cut.shutdown(socket.SHUT_RD)
     try:
         waits.wait()
         found.append("a collective whose connections were cut returned as if nothing had happened")
     except RuntimeError as error:
         if not broken_words_in(str(error)):
             found.append(f"gloo reports a cut connection in other words: {error}")
+    if not all(join_threads(one, time.monotonic() + FORGOTTEN_S) for one in members):
+        found.append("gloo does not call what follows a collective in a thread of its own")
     return found
 
 

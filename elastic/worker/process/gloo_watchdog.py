@@ -5,10 +5,9 @@ operators wait in C++, where no exception can be raised; if gloo never completes
 the end of the process or the group's timeout (half an hour) ends it. The process then kills itself,
 a minute before the coordinator would.
 
-Rule: kill only if all of these hold. The group is over and all of its connections are closed. No
-gloo thread runs, and one of them waits with a timeout (idle ones wait without). The main thread
-waits without a timeout at a place where torch waits for other ranks. The process used less than
-`BUSY` of a processor for `STOOD_S`.
+Rule: kill only if for `STOOD_S` all of these hold. The group was aborted, and gloo carries all of
+it: it reports the end of its connections within milliseconds, or never. The main thread is at one
+place, where torch waits for other ranks, and uses hardly any processor.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ import time
 from typing import Any
 
 from elastic.worker.base.thread_frames import thread_frames
-from elastic.worker.group.collective_watch import (
-    BlockedKind,
-    blocked_in_of,
-    main_waits_for_peers,
-)
+from elastic.worker.group import c10d
+from elastic.worker.group.collective_watch import BlockedKind, IdleDetector, blocked_in_of
 from elastic.worker.group.group import ProcessGroups
 
 log = logging.getLogger(__name__)
@@ -36,8 +32,6 @@ log = logging.getLogger(__name__)
 STOOD_S = 2.0
 LATE_S = 0.5
 """Samples further apart are not compared: it is not known what was between them."""
-BUSY = 0.1
-"""Of a processor: more than our own threads use, and less than any training does."""
 PLACES = (BlockedKind.SHARDING, BlockedKind.CALLED, BlockedKind.NATIVE)
 
 Place = tuple[int, int, int]
@@ -49,23 +43,18 @@ class StuckWaitWatchdog:
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
+        self._idle = IdleDetector()
         self._seen: Place | None = None
-        self._since = self._spent = self._checked = 0.0
+        self._since = self._checked = 0.0
 
     def check(self) -> None:
         """Take one sample, some times a second; end the process if nothing else can help."""
-        resources = self._groups.over()
-        place = _place_of_main(resources.spec.generation) if resources is not None else None
-        now, spent = time.monotonic(), time.process_time()
+        place, now = self._place(), time.monotonic()
         is_late, self._checked = now - self._checked > LATE_S, now
-        is_still = spent - self._spent <= BUSY * (now - self._since)
-        if resources is None or place is None or place != self._seen or is_late:
-            self._seen, self._since, self._spent = place, now, spent
+        if not self._idle.sample() or place is None or place != self._seen or is_late:
+            self._seen, self._since = place, now
             return
         if now - self._since < STOOD_S:
-            return
-        if not is_still or not main_waits_for_peers(resources.threads):
-            self._since, self._spent = now, spent
             return
         log.error(
             "forgotten_by_gloo: a message was cut in its middle, and torch waits for its end, in "
@@ -75,13 +64,12 @@ class StuckWaitWatchdog:
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
 
-
-def _place_of_main(generation: int) -> Place | None:
-    """Return where the main thread stands, None if it is not where torch waits for others."""
-    main = threading.main_thread()
-    frame: Any = thread_frames().get(main.ident or 0)
-    if frame is None:
-        return None
-    if blocked_in_of(main) not in PLACES:
-        return None
-    return generation, id(frame), frame.f_lasti
+    def _place(self) -> Place | None:
+        """Return where the main thread stands, None if it is not where torch waits for others."""
+        resources, main = self._groups.over(), threading.main_thread()
+        frame: Any = thread_frames().get(main.ident or 0)
+        if resources is None or frame is None or not c10d.all_by_gloo():
+            return None
+        if blocked_in_of(main) not in PLACES:
+            return None
+        return resources.spec.generation, id(frame), frame.f_lasti

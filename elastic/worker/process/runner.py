@@ -265,6 +265,7 @@ class Runner:
         assign, devices = setup.assign, setup.devices
         os.environ.update(devices.enter(assignment))
         backend = _backend_of(assign)
+        self._drop()
         try:
             spec = GroupSpec(
                 generation=assignment.generation,
