@@ -6,7 +6,8 @@ Ours are three nodes with one worker each on this machine, SQLite store, gloo, i
 `tests/harness/jobs/steps_job.py`; torchrun is one node with three workers, with a plain DDP
 script and checkpoints. Ray Train and torchft are measured where they are installed: Ray with the
 same script as torchrun, torchft with its own wrappers. Victims and moments are drawn. All write a
-line after each optimizer step, from which all is computed (`bench/marks.py`). Prints one table.
+line after each optimizer step, from which all is computed (`bench/marks.py`). Prints one table, and
+of our workers' kills another, of where the milliseconds go, from the logs of our processes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from __future__ import annotations
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -43,9 +47,10 @@ WIDTH = 64
 MICRO_BATCHES = 8
 """Of a step of steps_job."""
 SCRIPT = Path(__file__).with_name("peers") / "our_job.py"
+KILL = "worker SIGKILL"
 EVENTS = (
-    "worker SIGKILL: next step",
-    "worker SIGKILL: full group",
+    f"{KILL}: next step",
+    f"{KILL}: full group",
     "node SIGKILL: next step",
     "node joins: planned to step",
     "node joins: members' pause",
@@ -54,6 +59,58 @@ EVENTS = (
 """What is measured of ours; the peers have rows for the first two."""
 PEERS = {"torchrun": "torch", "Ray Train": "ray", "torchft": "torchft"}
 """Beside which we are put, and the package that must be there."""
+HOPS = {
+    "the process has ended, and its agent knows": ("agent", "worker_exited"),
+    "the next group is decided and durable": ("coord", "group_formed"),
+    "its members have connected": ("worker", "group_formed"),
+    "all have the state": ("worker", "recovered"),
+}
+"""What ends each part of a recovery: the process that logs it, and its line."""
+STEP_DONE = "the step is done again"
+LINE = re.compile(r"^(\S+Z) \w+ elastic-(\w+) (\w+)(?:.*? generation=(\d+))?", re.MULTILINE)
+
+
+class _LogLine(NamedTuple):
+    """One line of a process of ours; generation 0 if it names none."""
+
+    unix_ns: int
+    process: str
+    event: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class _Kill:
+    """A kill, the generation that trained after it, and when its first step was done."""
+
+    unix_ns: int
+    after: int
+    stepped_ns: int
+
+
+def log_lines(directory: Path) -> Iterator[_LogLine]:
+    """Yield the lines of all logs, each file's in order."""
+    for path in sorted(directory.rglob("*.log")):
+        for found in LINE.finditer(path.read_text(errors="replace")):
+            moment = datetime.fromisoformat(found[1].replace("Z", "+00:00"))
+            unix_ns = round(moment.timestamp() * 1e3) * 1_000_000
+            yield _LogLine(unix_ns, found[2], found[3], int(found[4] or 0))
+
+
+def hop_ends_ms(kill: _Kill, lines: list[_LogLine]) -> list[float]:
+    """Return how long after a kill each of the `HOPS` had ended, on all members, and the step."""
+    ends = []
+    for process, event in HOPS.values():
+        moments = [
+            one.unix_ns
+            for one in lines
+            if (one.process, one.event) == (process, event)
+            and one.generation in (0, kill.after)
+            and kill.unix_ns - 1_000_000 <= one.unix_ns <= kill.stepped_ns
+        ]
+        # A line's time is cut to milliseconds.
+        ends.append(max(moments, default=kill.unix_ns) - kill.unix_ns)
+    return [one / 1e6 for one in (*ends, kill.stepped_ns - kill.unix_ns)]
 
 
 def job_of(directory: Path, pace_s: float, width: int) -> ChaosJob:
@@ -77,6 +134,7 @@ class Bench:
 
     Attributes:
         rows: what was measured, in the order of the table.
+        kills: of workers.
     """
 
     def __init__(self, cluster: LocalCluster, job: ChaosJob, rng: random.Random) -> None:
@@ -87,10 +145,11 @@ class Bench:
         self._id = cluster.submit(job.spec)
         self.marks = Marks(job.finish.with_name("marks"))
         self.rows = {event: Row(event, OURS) for event in EVENTS}
+        self.kills: list[_Kill] = []
 
     def kill_worker(self) -> None:
         """SIGKILL a worker; wait until its successor trains."""
-        self._strike("worker SIGKILL", lambda victim: os.kill(victim.report.pid, signal.SIGKILL))
+        self._strike(KILL, lambda victim: os.kill(victim.report.pid, signal.SIGKILL))
 
     def stop_worker(self) -> None:
         """SIGSTOP a worker; its agent kills it."""
@@ -130,8 +189,10 @@ class Bench:
         began_ns = time.time_ns()
         action(victim)
         after = self._wait(before)
-        event = f"{what}: next step"
-        self._note(event, (self.marks.lives[after].began_ns - began_ns) / 1e9, before)
+        event, stepped_ns = f"{what}: next step", self.marks.lives[after].began_ns
+        self._note(event, (stepped_ns - began_ns) / 1e9, before)
+        if what == KILL:
+            self.kills.append(_Kill(began_ns, after, stepped_ns))
         survivors = pids - {victim.report.pid}
         self.rows[event].count_pids(survivors, self.marks.lives[after].pids)
         full = self.rows.get(f"{what}: full group")
@@ -171,17 +232,20 @@ class Bench:
 
 def measure_ours(
     directory: Path, kills: int, pace_s: float, seed: int, width: int
-) -> tuple[list[Row], float]:
-    """Return the rows, and the milliseconds of a step."""
+) -> tuple[list[Row], float, list[list[float]]]:
+    """Return the rows, the milliseconds of a step, and for each kill when its hops had ended."""
     run = directory / "job"
     run.mkdir(parents=True)
+    os.environ["ELASTIC_LOG_LEVEL"] = "info"  # Of workers too.
     with LocalCluster(nodes=WORLD, directory=directory / "cluster") as cluster:
         bench = Bench(cluster, job_of(run, pace_s, width), random.Random(seed))
         for strike in (bench.kill_worker, bench.kill_node, bench.stop_worker):
             for _ in range(kills):
                 strike()
         bench.finish()
-        return list(bench.rows.values()), bench.marks.step_ms(WORLD)
+        lines = list(log_lines(directory / "cluster"))
+        hops = [hop_ends_ms(one, lines) for one in bench.kills]
+        return list(bench.rows.values()), bench.marks.step_ms(WORLD), hops
 
 
 def table_of(rows: list[Row], paces: dict[str, float]) -> Table:
@@ -206,6 +270,18 @@ def table_of(rows: list[Row], paces: dict[str, float]) -> Table:
             f"{top if high == 'p99' else ordered[-1]:.3f}", again,
             f"{row.changed} of {row.survivors}",
         )  # fmt: skip
+    return table
+
+
+def table_of_hops(hops: list[list[float]]) -> Table:
+    """Return the table of where the milliseconds go between a kill and the next step."""
+    table = Table(title=f"{KILL}: medians of {len(hops)}, in milliseconds")
+    for column in ("until", "since the hop before", "since the signal"):
+        table.add_column(column, justify="left" if column == "until" else "right")
+    for number, name in enumerate((*HOPS, STEP_DONE)):
+        took = statistics.median(one[number] - (one[number - 1] if number else 0) for one in hops)
+        since = statistics.median(one[number] for one in hops)
+        table.add_row(name, f"{took:.0f}", f"{since:.0f}")
     return table
 
 
@@ -244,10 +320,11 @@ def main(kills: int, only: str | None, pace: float, seed: int, width: int) -> No
         raise click.UsageError(f"--width {width} is for --only {OURS}: the peers have {WIDTH}")
     rows: list[Row] = []
     paces: dict[str, float] = {}
+    hops: list[list[float]] = []
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as scratch:
         directory = Path(scratch)
         if only in (None, OURS):
-            measured, paces[OURS] = measure_ours(directory / OURS, kills, pace, seed, width)
+            measured, paces[OURS], hops = measure_ours(directory / OURS, kills, pace, seed, width)
             rows += measured
         for peer in (torchrun.PEER, ray_train.PEER, torchft_replicas.PEER):
             if only in (None, peer.name) and find_spec(PEERS[peer.name]):
@@ -258,8 +335,11 @@ def main(kills: int, only: str | None, pace: float, seed: int, width: int) -> No
                     rng=random.Random(seed),
                 )  # fmt: skip
                 rows += measured
-    Console(width=120, highlight=False).print(table_of(rows, paces))
+    console = Console(width=120, highlight=False)
+    console.print(table_of(rows, paces))
     print(notes())
+    if hops:
+        console.print(table_of_hops(hops))
 
 
 if __name__ == "__main__":
