@@ -272,10 +272,18 @@ class Dataset:
         on_error: str = "raise",
         **others: Any,
     ) -> Dataset:
-        """Keep the rows for which a function or an expression is true; arguments as of `map`.
+        """Keep the rows for which a function or an expression is true.
 
-        An expression is such as `col("age") > 30`, of `elastic.data.expressions` or
-        pyarrow.compute, or its text, "age > 30".
+        Args:
+            fn: takes a row as a dict; or a class, as in `map`; or an expression.
+            expr: such as `col("age") > 30`, of `elastic.data.expressions` or pyarrow.compute, or
+                its text, "age > 30".
+            fn_args: as in `map`.
+            fn_kwargs: as in `map`.
+            fn_constructor_args: as in `map`.
+            fn_constructor_kwargs: as in `map`.
+            on_error: "skip" to leave out rows for which `fn` raises.
+            others: Ray's placement arguments, without effect here.
         """
         check_others("filter", others)
         check_on_error(on_error, "filter")
@@ -297,7 +305,13 @@ class Dataset:
         return self._apply(AddColumn(col, Function(fn), check_format(batch_format, "add_column")))
 
     def with_column(self, column_name: str, expr: Any, **others: Any) -> Dataset:
-        """Add a column, or replace one, by an expression: `with_column("x2", col("x") * 2)`."""
+        """Add a column, or replace one, by an expression: `with_column("x2", col("x") * 2)`.
+
+        Args:
+            column_name: of the column.
+            expr: of `elastic.data.expressions`, or pyarrow.compute.
+            others: Ray's placement arguments, without effect here.
+        """
         return self.with_columns({column_name: expr}, **others)
 
     def with_columns(
@@ -308,8 +322,11 @@ class Dataset:
     ) -> Dataset:
         """Add or replace columns, as `with_column`; each sees the columns of before.
 
-        Expressions come by the names of their columns; or one with an alias, or
-        `unnest(expression)`.
+        Args:
+            exprs: expressions by the names of their columns, one with an alias, or
+                `unnest(expression)`.
+            more: such, too.
+            others: Ray's placement arguments, without effect here.
         """
         check_others("with_columns", others)
         pairs: list[tuple[str | None, Expr]] = []
@@ -457,7 +474,11 @@ class Dataset:
         ]
 
     def split_at_indices(self, indices: Sequence[int]) -> list[Dataset]:
-        """Split the rows at these row numbers."""
+        """Split the rows at these row numbers.
+
+        Raises:
+            UsageError: they are no row numbers, or not in order.
+        """
         if not all(low <= high for low, high in itertools.pairwise([0, *indices])):
             raise UsageError(
                 f"split_at_indices: indices={list(indices)}: expected row numbers in order"
@@ -469,7 +490,11 @@ class Dataset:
         ]
 
     def split_proportionately(self, proportions: Sequence[float]) -> list[Dataset]:
-        """Split the rows into datasets of these fractions, and one with the remainder."""
+        """Split the rows into datasets of these fractions, and one with the remainder.
+
+        Raises:
+            UsageError: one is not above 0, or nothing remains.
+        """
         if not all(share > 0 for share in proportions) or sum(proportions) >= 1:
             raise UsageError(
                 f"split_proportionately: proportions={list(proportions)}: expected numbers above "

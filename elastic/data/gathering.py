@@ -117,7 +117,12 @@ class InMemory(Generic[D]):
         self._dataset, self._memory = dataset, memory
 
     def sort(self, key: str | Sequence[str], descending: bool | Sequence[bool] = False) -> D:
-        """Return the rows sorted by columns; missing values come last."""
+        """Return the rows sorted by columns; missing values come last.
+
+        Args:
+            key: a column, or several.
+            descending: the largest first; for all columns, or for each.
+        """
         keys = names_of(key)
         falls = [descending] * len(keys) if isinstance(descending, bool) else list(descending)
         if len(falls) != len(keys):

@@ -149,7 +149,11 @@ class Preprocessor:
 
 
 def moments_of(ds: Dataset, columns: Sequence[str], what: str) -> dict[str, Moments]:
-    """Return the moments of some columns, which are of numbers."""
+    """Return the moments of some columns.
+
+    Raises:
+        UsageError: a column is missing, or has no numbers.
+    """
     found = {name: Moments() for name in columns}
     for frame in _frames(ds, columns, what):
         for name, moments in found.items():
@@ -166,6 +170,9 @@ def counts_of(
     """Return how often each value occurs in some columns; of lists, each of their elements.
 
     With `whole_lists` a list is a value, as a tuple.
+
+    Raises:
+        UsageError: a column is missing.
     """
     found: dict[str, Counter[Any]] = {name: Counter() for name in columns}
     for frame in _frames(ds, columns, what):
@@ -201,7 +208,15 @@ class _OfColumns(Preprocessor):
     """Transforms columns, in place or into others."""
 
     def __init__(self, columns: Sequence[str], output_columns: Sequence[str] | None = None) -> None:
-        """Choose the columns, and where the results go, in their order, if not in their place."""
+        """Choose the columns.
+
+        Args:
+            columns: to be transformed.
+            output_columns: where the results go, in the same order; by default in their place.
+
+        Raises:
+            UsageError: there are more of one than of the other.
+        """
         super().__init__()
         if isinstance(columns, str):
             raise UsageError(f"{type(self).__name__}: columns={columns!r}: expected a list of them")
@@ -280,7 +295,17 @@ class SimpleImputer(_OfColumns):
         fill_value: Any = None,
         output_columns: Sequence[str] | None = None,
     ) -> None:
-        """Choose the columns, one of `STRATEGIES`, and the value of "constant"."""
+        """Choose the columns, and what replaces missing values.
+
+        Args:
+            columns: to be transformed.
+            strategy: one of `STRATEGIES`.
+            fill_value: of the strategy "constant".
+            output_columns: where the results go.
+
+        Raises:
+            UsageError: no such strategy, or a constant is missing.
+        """
         super().__init__(columns, output_columns)
         self.strategy, self.fill_value = strategy, fill_value
         if strategy not in self.STRATEGIES:
@@ -353,13 +378,22 @@ class LabelEncoder(OrdinalEncoder):
     """Replaces the labels of one column by whole numbers."""
 
     def __init__(self, label_column: str, output_column: str | None = None) -> None:
-        """Choose the column of labels, and where the numbers go; by default in their place."""
+        """Choose the column.
+
+        Args:
+            label_column: of the labels.
+            output_column: where the numbers go; by default in their place.
+        """
         into = None if output_column is None else [output_column]
         super().__init__([label_column], output_columns=into)
         self.label_column = label_column
 
     def inverse_transform(self, ds: Dataset) -> Dataset:
-        """Return a dataset with labels in the place of numbers."""
+        """Return a dataset with labels in the place of numbers.
+
+        Raises:
+            UsageError: it was not fitted.
+        """
         self._check_fitted()
         labels = {number: label for label, number in self._learnt(self.label_column).items()}
         into = (self.output_columns or self.columns)[0]
@@ -385,7 +419,13 @@ class OneHotEncoder(_OfColumns):
         max_categories: Mapping[str, int] | None = None,
         output_columns: Sequence[str] | None = None,
     ) -> None:
-        """Choose the columns, and of some how many of the most frequent values count."""
+        """Choose the columns.
+
+        Args:
+            columns: to be transformed.
+            max_categories: by column, how many of the most frequent values count.
+            output_columns: where the vectors go.
+        """
         super().__init__(columns, output_columns)
         self.max_categories = None if max_categories is None else dict(max_categories)
 
@@ -482,7 +522,11 @@ class PowerTransformer(_OfColumns):
         method: str = "yeo-johnson",
         output_columns: Sequence[str] | None = None,
     ) -> None:
-        """Choose the columns, the power and the method."""
+        """Choose the columns, the power and the method.
+
+        Raises:
+            UsageError: no such method.
+        """
         super().__init__(columns, output_columns)
         self.power, self.method = power, method
         if method not in self.METHODS:
@@ -588,7 +632,11 @@ class Normalizer(_OfColumns):
         norm: str = "l2",
         output_columns: Sequence[str] | None = None,
     ) -> None:
-        """Choose the columns and the norm."""
+        """Choose the columns and the norm.
+
+        Raises:
+            UsageError: no such norm.
+        """
         super().__init__(columns, output_columns)
         self.norm = norm
         if norm not in self.NORMS:
@@ -824,7 +872,14 @@ def _vectors(
     *,
     counts: bool,
 ) -> list[Any]:
-    """Return a vector for each value: how often its parts are at each place, or whether."""
+    """Return a vector for each value: how often its parts are at each place, or whether.
+
+    Args:
+        values: such as labels, lists or lists of tokens; None has no parts.
+        places: of parts that count.
+        parts: returns those of a value.
+        counts: how often; False: whether.
+    """
     found = []
     for value in values:
         row = np.zeros(len(places), np.int64 if counts else np.uint8)

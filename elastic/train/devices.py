@@ -8,7 +8,11 @@ from elastic.train.session import require_context
 
 
 def get_device() -> torch.device:
-    """Return this worker's device: its GPU, `cuda:LOCAL_RANK`, or the CPU if it has none."""
+    """Return this worker's device: its GPU, `cuda:LOCAL_RANK`, or the CPU if it has none.
+
+    Raises:
+        UsageError: called outside a train function.
+    """
     return _devices("get_device")[0]
 
 
@@ -16,6 +20,9 @@ def get_devices() -> list[torch.device]:
     """Return all devices of this worker, one for each of its GPUs.
 
     The other GPUs that the process sees are those of its peers on this node.
+
+    Raises:
+        UsageError: called outside a train function.
     """
     return _devices("get_devices")
 
