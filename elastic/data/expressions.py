@@ -50,10 +50,15 @@ class Functions:
     names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, expr: Expr) -> None:
+        """Make these the methods of an expression."""
         self._expr = expr
 
     def __getattr__(self, name: str) -> Callable[..., Expr]:
-        """Return a function that makes the expression of a call."""
+        """Return a function that makes the expression of a call.
+
+        Raises:
+            AttributeError: Arrow has no such function.
+        """
         compute = None if name.startswith("_") else _compute()
         for one in (self.names.get(name, ""), *(prefix + name for prefix in self.prefixes)):
             if compute and hasattr(compute, one) and _is_scalar(one):
@@ -90,7 +95,12 @@ class Expr(Functions):
         return self
 
     def of(self, table: Any, first: int) -> Any:
-        """Return the values for a table's rows, the first of which has this number, or a scalar."""
+        """Return the values for the rows of a table: an array, or a scalar.
+
+        Args:
+            table: a pyarrow table.
+            first: the number of its first row among all.
+        """
         raise NotImplementedError
 
     @property
@@ -237,6 +247,11 @@ class Column(Expr):
         return f"col({self.column!r})"
 
     def of(self, table: Any, first: int) -> Any:
+        """Return its values.
+
+        Raises:
+            UsageError: there is no such column.
+        """
         check_columns([self.column], table.column_names, repr(self))
         return table.column(self.column)
 
@@ -251,6 +266,7 @@ class Given(Expr):
         return str(self._expression)
 
     def of(self, table: Any, first: int) -> Any:
+        """Return its values."""
         rows = __import__("pyarrow.dataset").dataset.dataset(table)
         return rows.to_table(columns={"x": self._expression}).column("x")
 
@@ -262,10 +278,12 @@ class RowNumber(Expr):
         return "monotonically_increasing_id()"
 
     def of(self, table: Any, first: int) -> Any:
+        """Return the numbers."""
         return arrow().array(np.arange(first, first + table.num_rows))
 
     @property
     def numbers_rows(self) -> bool:
+        """Return True."""
         return True
 
 
@@ -285,6 +303,7 @@ class Call(Expr):
 
     @property
     def numbers_rows(self) -> bool:
+        """Return whether an argument depends on the numbers of rows."""
         return any(
             one.numbers_rows
             for one in (*self._args, *self._kwargs.values())
@@ -292,6 +311,8 @@ class Call(Expr):
         )
 
     def of(self, table: Any, first: int) -> Any:
+        """Return what the function returns."""
+
         def value(one: Any) -> Any:
             return one.of(table, first) if isinstance(one, Expr) else one
 
@@ -434,7 +455,15 @@ def uuid() -> Expr:
 
 
 def expression_of(given: Any, what: str) -> Expr:
-    """Return an expression, one of pyarrow.compute, or text such as "age > 30", as one of ours."""
+    """Return an expression as one of ours.
+
+    Args:
+        given: such an expression, one of pyarrow.compute, or text such as "age > 30".
+        what: the argument, for errors.
+
+    Raises:
+        UsageError: it is no expression.
+    """
     if isinstance(given, Expr):
         return given
     if isinstance(given, str):

@@ -180,7 +180,11 @@ class Groups(Generic[D]):
         self._engine, self._keys = engine, keys
 
     def aggregate(self, *functions: AggregateFn) -> D:
-        """Return a row for each group: its keys, and the results of `elastic.data.aggregate`."""
+        """Return a row for each group: its keys, and the results of `elastic.data.aggregate`.
+
+        Raises:
+            UsageError: one is no aggregate, or none is given.
+        """
         wrong = [one for one in functions if not isinstance(one, AggregateFn)]
         if wrong or not functions:
             raise UsageError(

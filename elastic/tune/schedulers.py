@@ -54,7 +54,11 @@ class TrialScheduler:
         self.time_attr, self.metric, self.mode = time_attr, metric, mode
 
     def bind(self, metric: str, mode: str, seed: int) -> None:
-        """Receive the tuner's metric and mode, "" if not set, and the study's seed."""
+        """Receive the tuner's metric and mode, "" if not set, and the study's seed.
+
+        Raises:
+            ConfigError: there is no metric at all, or two different ones.
+        """
         for name, ours, theirs in (("metric", self.metric, metric), ("mode", self.mode, mode)):
             if ours and theirs and ours != theirs:
                 raise ConfigError(

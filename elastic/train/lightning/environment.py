@@ -75,15 +75,18 @@ class RayLightningEnvironment(environments.LightningEnvironment):
         """Do nothing: the group determines it."""
 
     def global_rank(self) -> int:
+        """Return this worker's rank."""
         return current_rank()
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the group determines it."""
 
     def local_rank(self) -> int:
+        """Return this worker's rank on its node."""
         return require_context("RayLightningEnvironment").local_rank
 
     def node_rank(self) -> int:
+        """Return the rank of this worker's node."""
         return require_context("RayLightningEnvironment").node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

@@ -75,6 +75,7 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
 
     @property
     def root_device(self) -> torch.device:
+        """Return this worker's device."""
         return get_device()
 
     def set_world_ranks(self) -> None:

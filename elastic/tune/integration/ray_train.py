@@ -13,4 +13,9 @@ class TuneReportCallback(UserCallback):
     """
 
     def __init__(self) -> None:
+        """Check the place.
+
+        Raises:
+            UsageError: outside a trial.
+        """
         require_context("TuneReportCallback()")

@@ -57,7 +57,12 @@ class Searcher:
         """Receive the end of a trial; `result` is its last report."""
 
     def takes_again(self, trial_id: str, config: Any) -> None:
-        """Repeat an earlier proposal, when a study is resumed; the new one should equal it."""
+        """Repeat an earlier proposal, when a study is resumed.
+
+        Args:
+            trial_id: the trial's id.
+            config: the earlier proposal, which the new one should equal.
+        """
         self.suggest(trial_id)
 
     @property

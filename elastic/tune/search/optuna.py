@@ -73,7 +73,11 @@ class OptunaSearch(Searcher):
         self._asked: dict[str, Any] = {}
 
     def set_space(self, space: Mapping[str, Any], metric: str, mode: str, seed: int) -> None:
-        """Receive the tuner's space and objective, and create the Optuna study."""
+        """Receive the tuner's space and objective, and create the Optuna study.
+
+        Raises:
+            ConfigError: there is no metric, or Optuna cannot draw from the space.
+        """
         optuna = _optuna()
         self._metrics = self._metrics or ([metric] if metric else [])
         self._modes = self._modes or [mode] * len(self._metrics)
@@ -163,7 +167,17 @@ class OptunaSearch(Searcher):
 def study_of(
     trials: Sequence[Trial], metric: str, mode: str, configs: Sequence[Mapping[str, Any]]
 ) -> Any:
-    """Return an Optuna study with a study's trials; those without a final value count as failed."""
+    """Return an Optuna study with a study's trials; trials without a final value count as failed.
+
+    Args:
+        trials: the trials, with their reports.
+        metric: the metric that is a trial's value.
+        mode: "min" or "max".
+        configs: the config of each trial.
+
+    Raises:
+        UsageError: Optuna is not installed.
+    """
     optuna = _optuna()
     states = optuna.trial.TrialState
     rows = [spaces.flat(config) for config in configs]
