@@ -38,7 +38,11 @@ REPORTED_S = 1.0
 
 @dataclass(frozen=True)
 class SilenceNotice:
-    """To be sent now to the agent: for how long the control thread may be kept silent."""
+    """To be sent now to the agent: for how long the control thread may be kept silent.
+
+    Attributes:
+        sent: set once it was sent.
+    """
 
     sent: threading.Event = field(default_factory=threading.Event)
 

@@ -206,8 +206,10 @@ class Timing:
     def exchanged(self, busy: Sequence[float], samples: int, tokens: int) -> None:
         """All of a step has come that needs other ranks: it is committed from here on.
 
-        `busy` is the `busy_ns` of all ranks, as they sent it with this step; `tokens` is 0 if those
-        are its samples.
+        Args:
+            busy: `busy_ns` of all ranks, by rank, as they sent it with this step.
+            samples: of the step.
+            tokens: that it counts, 0 if those are its samples.
         """
         self.switch(COMMIT)
         self._settle_exchange(busy)

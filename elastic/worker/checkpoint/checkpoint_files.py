@@ -54,6 +54,7 @@ class TensorPiece(NamedTuple):
 
     Attributes:
         tensor, first, rows: the piece; see `TensorRows`.
+        offset, length: bytes in its file.
         data: where in the file its elements begin, one after the other; -1 if that is not known.
     """
 
@@ -93,7 +94,15 @@ class PartFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint."""
+    """What is in a checkpoint.
+
+    Attributes:
+        steps: committed in the run.
+        world_size: of the group that wrote it.
+        versions: of what wrote it, by name.
+        specs: of the tensors, by number.
+        parts: by rank.
+    """
 
     epoch: int
     step: int
@@ -386,7 +395,11 @@ def _read_item(
 
 
 class _Source:
-    """A file that is read from its beginning to its end, and checked on the way."""
+    """A file that is read from its beginning to its end, and checked on the way.
+
+    Attributes:
+        size: bytes that were read.
+    """
 
     def __init__(self, file: Any, expected: StoredFile) -> None:
         self.size = 0

@@ -93,6 +93,9 @@ class Commit:
         owns_files: we have written what is in its directory, and may delete it.
         is_posted: the coordinator was asked to record it.
         is_recorded: it counts, and its marker is written as soon as storage takes it.
+        path: set once it counts.
+        error: the storage error, if that is why it was given up.
+        over: set when nothing more happens to it.
     """
 
     name: str
@@ -278,7 +281,11 @@ class Committer:
             log.warning("prune_failed path=%s error=%r", run.path, str(error))
 
     def _finish_recorded(self) -> None:
-        """Write the markers that recorded checkpoints lack; the next commit retries what fails."""
+        """Write the markers that recorded checkpoints lack.
+
+        Raises:
+            StorageError: one cannot be written; it is tried again before the next commit.
+        """
         with self._changed:
             names = sorted(self._recorded)
         for name in names:

@@ -104,8 +104,14 @@ class Delivery:
     ) -> ReportOutcome:
         """Upload our part, and agree with the others on the outcome.
 
-        `go_on` is called between two files, and before the marker; it raises to end this here.
-        GroupError if the group changed, DistError if its store is gone.
+        Args:
+            reported: of the generation.
+            votes: used by this thread only.
+            go_on: called between two files, and before the marker; raises to end this here.
+
+        Raises:
+            GroupError: the group changed.
+            DistError: its store is gone.
         """
         key = self.report.key
         part = self._copy(reported, votes, go_on)
@@ -178,7 +184,11 @@ def _place_of(path: str) -> tuple[type, str]:
 
 
 class BackgroundDelivery:
-    """One delivery in a thread of its own."""
+    """One delivery in a thread of its own.
+
+    Attributes:
+        outcome: what became of it, once it is over; None if an error ended it.
+    """
 
     def __init__(
         self, delivery: Delivery, reported: ReportedCheckpoints, votes: ReportVotes

@@ -26,10 +26,18 @@ _deleting = threading.Lock()
 def prune(
     run: RunDirectory, spec: JobSpec, newest: CheckpointMarker, *, unfinished: Collection[str] = ()
 ) -> None:
-    """Delete checkpoints of the newest one's kind, of this attempt and of those before it.
+    """Delete checkpoints of one kind, of this attempt and of those before it.
 
-    `newest` was just committed, or its metrics just updated. Those of later attempts are left
-    alone: if there are any, this process is outdated.
+    Those of later attempts are left alone: if there are any, this process is outdated.
+
+    Args:
+        run: the run directory.
+        spec: which job this is, and which checkpoints are kept.
+        newest: the one that was just committed, or whose metrics were just updated.
+        unfinished: names that are not touched.
+
+    Raises:
+        StorageError: storage cannot be read, or something cannot be deleted.
     """
     is_reported = newest.kind is ReportKind.SCRIPT
     if is_reported and spec.num_to_keep == -1:

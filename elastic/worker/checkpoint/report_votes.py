@@ -83,6 +83,7 @@ class ReportPart:
     """One member's share of a checkpoint.
 
     Attributes:
+        name: of the checkpoint; the same from every member.
         files: also those that another member wrote, without their checksums.
         error: why this share could not be stored, "" if it was.
     """
@@ -98,6 +99,7 @@ class ReportOutcome:
     """What became of a checkpoint.
 
     Attributes:
+        path: of the committed checkpoint, "" if it could not be committed.
         error: why not; "" also if the coordinator has refused it, because the group is over.
         leaves: every member leaves the group here.
         is_pending: it counts once the coordinator, which is away, has recorded it.
@@ -235,10 +237,15 @@ class ReportVotes:
                 self._store.delete_key(_key(index, what))
 
     def wait_closed(self, index: Index, *, patience_s: float | None = None) -> VoteCount:
-        """Wait until everyone has voted on a report that we voted on with `waits`.
+        """Wait until everyone has voted on `index`.
 
-        The count is the same for everyone who waits. After `patience_s` the promise to wait is
-        withdrawn, unless it is too late for that; the count is then one without votes.
+        Args:
+            index: a report that we voted on with `waits`.
+            patience_s: withdraw the promise to wait after so long, unless it is too late for
+                that; None: wait for as long as it takes.
+
+        Returns:
+            The same count for everyone who waits; if we withdrew, one without votes.
         """
         closed = self._await(index, "closed", patience_s)
         if closed is None:

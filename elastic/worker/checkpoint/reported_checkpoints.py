@@ -72,8 +72,11 @@ class PendingReport:
     """One checkpoint on its way.
 
     Attributes:
+        key: of its votes in the group's store.
+        metrics: of the report, JSON.
         leaves: every member leaves the group with it, if it is recorded.
         owns_files: we have written what is in its directory, and may delete it.
+        validation: how it is to be validated, JSON, "" if it is not.
     """
 
     key: Index
@@ -191,7 +194,11 @@ class ReportedCheckpoints:
         return ReportOutcome(path=commit.path, error=commit.error, leaves=leaves)
 
     def _marker(self, report: PendingReport, parts: tuple[ReportPart, ...]) -> CheckpointMarker:
-        """Return the marker if the parts make a checkpoint; else remove them, and say why."""
+        """Return the marker if the parts make a checkpoint, else remove what there is of it.
+
+        Raises:
+            StorageError: why it does not count.
+        """
         run, name = self.run, parts[0].name
         if run is None:
             raise StorageError("the job has no run directory")

@@ -90,7 +90,11 @@ class _NewestCheckpoint:
         return self._counts
 
     def found(self, pending: str = "") -> str:
-        """Return the path of the newest one that counts, as storage has it, "" for none."""
+        """Return the path of the newest one that counts, as storage has it, "" for none.
+
+        Args:
+            pending: one that waits for the coordinator, by default the newest of those.
+        """
         run, pending = self._run, pending or self._pending
         if run is not None:
             with contextlib.suppress(StorageError):
@@ -134,7 +138,17 @@ class Reporter:
     ) -> None:
         """Begin a generation.
 
-        `on_commit` is called when a checkpoint of ours counts, by the thread that committed it.
+        Args:
+            origin: of this member.
+            run: the run directory, None if the job has none.
+            votes: of this generation's group.
+            link: to the coordinator.
+            clock: for the time of day in files.
+            newest_checkpoint: path of the one that this generation begins with.
+            committer: makes checkpoints count, None if the job has no run directory.
+            spec: which checkpoints are kept, None for all.
+            on_commit: called when a checkpoint of ours counts, by the thread that committed it.
+            is_over: whether the group is to be left at once.
         """
         self.reports_since = 0
         self.has_left = False
@@ -225,6 +239,14 @@ class Reporter:
 
         No member leaves here, because such a loop leaves between steps. When the group breaks while
         its members wait for each other, the checkpoint is given up, and training goes on.
+
+        Args:
+            metrics: JSON object.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; None if it has none.
+            name: of the checkpoint's directory.
+            where: names the report, the same on all members: its place in the run.
+            voters: how many members of this group will make it; others have made it before.
         """
         self._in_place = True
         meets, delivered = checkpoint is not None, _copied(checkpoint)
@@ -538,6 +560,11 @@ def place_of_failure(reporter: Reporter | None, kind: EntryKind, generation: int
 
     A script that has reported nothing keeps its place by itself, if at all: where it stands is
     not known, so that none of its failures repeats another, and max_failures alone counts.
+
+    Args:
+        reporter: of the call that failed, None before the first group.
+        kind: of what was called.
+        generation: the group that it was called in.
     """
     position = reporter.position() if reporter is not None else ""
     if kind is EntryKind.FUNCTION or (reporter is not None and not reporter.is_at_start()):

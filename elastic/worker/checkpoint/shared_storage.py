@@ -37,6 +37,11 @@ class SharedStorage:
     """One process's knowledge; used by its main thread."""
 
     def __init__(self, run: RunDirectory | None) -> None:
+        """Know nothing yet.
+
+        Args:
+            run: the run directory, None if the job has none: then nothing is ever asked.
+        """
         self._run = run
         self._is_known = False
 

@@ -90,9 +90,11 @@ class BegunSnapshot:
         state: as it was given; for checksums.
         own: what is left out of them.
         values: what is no tensor.
+        tensors: by number.
         rows: of them, those that this rank answers for.
         versions: of what is read beside the loop, with the tensors; None: all is read at once.
         streams: of devices, to be entered where the tensors are read.
+        slot: whose turn it is.
         room: bytes for what is no tensor.
     """
 
@@ -117,7 +119,12 @@ class BegunSnapshot:
 
 @dataclass(frozen=True)
 class CopiedSnapshot:
-    """What is known of a snapshot once its tensors are in their slot."""
+    """What is known of a snapshot once its tensors are in their slot.
+
+    Attributes:
+        skeleton: what is no tensor.
+        prints: see `replica_checksums.state_prints`.
+    """
 
     mark: SnapshotMark
     skeleton: bytes

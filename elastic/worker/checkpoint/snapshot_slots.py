@@ -28,7 +28,11 @@ class SnapshotSlots:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        """Open nothing yet; paths are of the agent's memory, one for each slot, or none."""
+        """Open nothing yet.
+
+        Args:
+            paths: of the agent's memory for the job, one for each slot; empty for our own.
+        """
         self._paths = tuple(paths)
         self._slots: list[SnapshotSlot] = []
         self.last: SnapshotSlot | None = None

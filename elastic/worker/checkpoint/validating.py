@@ -54,7 +54,9 @@ class ValidationPlan:
 
     Attributes:
         call: takes the checkpoint's path and keywords, and returns metrics as JSON.
+        fn_kwargs: keywords, where a report has none of its own.
         timeout_s: of one validation, None for as long as it takes.
+        at_most: how many run at once.
     """
 
     call: Callable[[str, dict[str, Any]], str]
@@ -73,7 +75,12 @@ class RunningValidation:
 
 @dataclass
 class ValidationReport:
-    """A result to be reported to the coordinator, until it is acknowledged."""
+    """A result to be reported to the coordinator, until it is acknowledged.
+
+    Attributes:
+        answer: to the newest attempt, None before the first.
+        not_before: of the next one, on the monotonic clock.
+    """
 
     path: str
     metrics: str
@@ -286,7 +293,11 @@ class Validator:
         self._requests.wait((run.child.pidfd for run in self._running.values()), timeout_s)
 
     def _start_waiting(self) -> list[tuple[str, CheckpointMarker]]:
-        """Start as many validations as may run at once; return those that still wait."""
+        """Start as many validations as may run at once; returns those that still wait.
+
+        Raises:
+            StorageError: storage cannot be read.
+        """
         plan, waiting = self._plan, self._scan()
         if plan is None:
             return []
@@ -348,7 +359,11 @@ class Validator:
         self._unwritten[name] = running.marker, ended.finding
 
     def _write(self, name: str) -> None:
-        """Store the result, and report it; the next turn tries again what storage did not take."""
+        """Store the result, and report it.
+
+        Raises:
+            StorageError: storage does not take it; the next turn tries again.
+        """
         marker, finding = self._unwritten[name]
         files = self._run.checkpoint(name)
         finding = write_finding(files, finding)

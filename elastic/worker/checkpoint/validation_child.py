@@ -34,6 +34,7 @@ class ValidationExit:
     """How a validation ended.
 
     Attributes:
+        finding: what to write down of it.
         is_final: False if its process died without a word, which another may not.
     """
 
@@ -42,7 +43,12 @@ class ValidationExit:
 
 
 class ValidationChild:
-    """A validation at work."""
+    """A validation at work.
+
+    Attributes:
+        pidfd: readable once it has ended.
+        deadline: on the monotonic clock, None for none.
+    """
 
     def __init__(
         self,
@@ -53,7 +59,14 @@ class ValidationChild:
     ) -> None:
         """Start it; the thread that does so must outlive it, or the kernel kills it.
 
-        `call` takes path and keywords, and returns metrics as JSON. Raises what pickling raises.
+        Args:
+            call: takes path and keywords, returns metrics as JSON.
+            path: of the checkpoint.
+            fn_kwargs: for the user's function.
+            timeout_s: how long it may take, None for as long as it does.
+
+        Raises:
+            Exception: whatever pickling raises, or an OSError.
         """
         order = {
             "sys_path": list(sys.path),

@@ -87,8 +87,13 @@ class SampleFeed:
     def __init__(self, loader: DataLoader[Any], reading: InnerLoader, *, seed: int) -> None:
         """Take over what the user's loader does; nothing is started before the first `take`.
 
-        Its arguments are kept. Two have no effect: batches come in order whatever `in_order` is,
-        and worker processes persist whatever `persistent_workers` is.
+        Its arguments are kept. Two have no effect: batches come in order whatever
+        `in_order` is, and worker processes persist whatever `persistent_workers` is.
+
+        Args:
+            loader: the user's; it is not read itself.
+            reading: what is read instead.
+            seed: of the worker processes; 0 <= seed < 2**63.
         """
         self._users, self._reading, self._seed = loader, reading, seed
         self._num_processes = reading.processes(loader.num_workers)

@@ -83,7 +83,14 @@ class MicroBatchLoader:
     ) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
-        UsageError if its samples cannot be asked for by number, or there are none.
+        Args:
+            loader: the user's; it is not read itself.
+            num_micro_batches: V, of a step.
+            seed: of the shuffle and of augmentation; 0 <= seed < 2**63.
+            weigh: returns the weight of a micro-batch, None to count samples.
+
+        Raises:
+            UsageError: its samples cannot be asked for by number, or there are none.
         """
         size, shuffle, sampler = _order_of(loader, seed)
         self.plan = DataPlan(
@@ -102,7 +109,12 @@ class MicroBatchLoader:
         self._feed = SampleFeed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def take_span(self, cursor: Cursor, held: Span) -> None:
-        """Let `next` continue here: these micro-batches of any step, then those of the next one."""
+        """Let `next` continue here: these micro-batches of this step, then those of the next step.
+
+        Args:
+            cursor: any step of any epoch, also one before the present.
+            held: the micro-batches of each step; at least one.
+        """
         check(0 <= cursor.step < self.plan.steps, f"{cursor} of {self.plan.steps} steps")
         check(
             0 <= held[0] < held[1] <= self.plan.num_micro_batches,

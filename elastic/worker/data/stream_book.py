@@ -66,7 +66,12 @@ class StreamBook:
         self._ends = {e: s for e, s in self._ends.items() if e >= epoch - 1} | {epoch: steps}
 
     def is_due(self, cursor: Cursor, is_saved: bool = False) -> bool:
-        """Return whether members share snapshots before this step; the same on all of them."""
+        """Return whether members share snapshots at this cursor; the same on all of them.
+
+        Args:
+            cursor: the next step.
+            is_saved: a checkpoint is taken here, from which its readers continue.
+        """
         return self.has_states and (is_saved or cursor.step % SHARE_STEPS == 0)
 
     def read(self, snapshots: Iterable[StreamSnapshot]) -> None:

@@ -59,6 +59,7 @@ class StreamBatch:
     Attributes:
         count: samples of the micro-batch; 0 if it is a placeholder.
         more: the stream does not end the epoch here.
+        snapshots: that were taken since the last answer.
     """
 
     count: int
@@ -70,6 +71,13 @@ class StreamReader:
     """Replaces the dataset of an inner DataLoader."""
 
     def __init__(self, dataset: Any, streams: StreamPlan, *, every: int) -> None:
+        """Describe it; nothing is opened yet.
+
+        Args:
+            dataset: the user's.
+            streams: how it is cut.
+            every: steps between two snapshots.
+        """
         self.dataset = dataset
         self._streams, self._every = streams, every
         self._windows: dict[int, SampleWindow] = {}

@@ -73,6 +73,14 @@ class SampleWindow:
     """One sequence: samples near the present step are cached, others are read again."""
 
     def __init__(self, dataset: Any, streams: StreamPlan, number: int, *, every: int) -> None:
+        """Describe it; nothing is read yet.
+
+        Args:
+            dataset: the user's, as it was given.
+            streams: how it is cut.
+            number: of the sequence.
+            every: steps between two snapshots.
+        """
         self._given, self._streams, self._number = dataset, streams, number
         self._every = every
         self._pass: _Pass | None = None
@@ -87,8 +95,11 @@ class SampleWindow:
     ) -> Any:
         """Return a sample, or `END`.
 
-        What lies before `low` will not be asked for again; `snapshot` is to continue from, if the
-        sequence has to be begun anew.
+        Args:
+            epoch: the pass over the data.
+            place: in the sequence.
+            low: what lies before this place will not be asked for again; at most `place`.
+            snapshot: to continue from, if the sequence has to be begun anew.
         """
         if self._pass is None or not self._pass.has(epoch, place):
             self._pass = None  # Its samples and its dataset make room first.

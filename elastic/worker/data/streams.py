@@ -51,8 +51,16 @@ class StreamLoader:
     ) -> None:
         """Take over what the user's loader does; nothing is started before the first `next`.
 
-        `cut` is how the dataset becomes V streams, None to choose what is surely right. UsageError
-        if the loader has no batch_size, or its dataset cannot be cut so.
+        Args:
+            loader: the user's, over an iterable dataset; it is not read itself.
+            num_micro_batches: V, of a step.
+            seed: of everything random while samples are read; 0 <= seed < 2**63.
+            cut: how the dataset becomes V streams, None to choose what is surely right.
+            book: what is known of the streams; one of its own by default.
+            weigh: returns what a micro-batch counts, None to count samples.
+
+        Raises:
+            UsageError: the loader has no batch_size, or its dataset cannot be cut so.
         """
         check_prefetch(loader)
         if loader.batch_size is None:
@@ -82,7 +90,12 @@ class StreamLoader:
     # ------------------------------------------------------------------- as the engine sees it
 
     def take_span(self, cursor: Cursor, held: Span) -> None:
-        """Let `next` continue here: these streams from this step on, of any epoch."""
+        """Let `next` continue here: these streams from this step on.
+
+        Args:
+            cursor: any step of any epoch, also one before the present.
+            held: the micro-batches of each step, which are those streams; at least one.
+        """
         count = self.plan.num_micro_batches
         check(0 <= held[0] < held[1] <= count, f"streams {held} of {count}")
         order = self._order

@@ -109,6 +109,16 @@ class WorkerContext:
         """Keep metrics, and commit a checkpoint with the other members; see `Reporter.report`.
 
         Not for a loop of ours: see `StepEngine.report`.
+
+        Args:
+            metrics: JSON object.
+            checkpoint: local directory with this member's files, or how they come to the run
+                directory; None for none.
+            name: of the checkpoint's directory, None for one that is never used twice.
+
+        Raises:
+            StorageError: the checkpoint or the metrics could not be stored.
+            GroupChanged: all members leave the group here.
         """
         self.timing.sees_no_steps()
         with self.stalls(checkpoint):

@@ -109,6 +109,7 @@ class EpochLoop:
     """How far the loop over epochs has come.
 
     Attributes:
+        total: epochs of the whole run.
         epoch: whose code runs, None outside of the loop.
         has_head: the state that we were given already holds what the script's code between the head
             of this epoch and its pass does; what that code does here is undone before the pass.
@@ -164,7 +165,11 @@ class EpochLoop:
 
 @dataclass(frozen=True)
 class OptimizerCall:
-    """A call of an optimizer's `step`."""
+    """A call of an optimizer's `step`.
+
+    Attributes:
+        real: what the optimizer's own class does in it.
+    """
 
     optimizer: torch.optim.Optimizer
     real: Callable[[], Any]

@@ -72,7 +72,11 @@ def note_loop_begun(*, is_inside: bool) -> None:
 
 
 def others_have_begun(*, is_inside: bool) -> bool:
-    """Return whether any member has noted that; known soon after the group stands."""
+    """Return whether any member has noted that; known soon after the group stands.
+
+    Args:
+        is_inside: it is in a pass; if not, it has begun the loop.
+    """
     store = loop_store()
     return store is not None and bool(store.check([INSIDE if is_inside else BEGUN]))
 

@@ -56,14 +56,19 @@ class Logbook:
     def add_up(self, values: Mapping[str, Any], *, counts: bool) -> None:
         """Note values of one micro-batch that are added up rather than averaged.
 
-        They count if it has samples; names are sent without, too.
+        Args:
+            values: names to numbers, or tensors of one element.
+            counts: the micro-batch has samples; names are sent without, too.
         """
         self.add({SUM + name: value for name, value in values.items()}, float(counts))
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Note values of one micro-batch, which counts so much.
+        """Note values of one micro-batch.
 
-        Tensors are read a step later, so that nothing waits for a device.
+        Args:
+            values: names to numbers, or tensors of one element; those are read a step later, so
+                that nothing waits for a device.
+            weight: what the micro-batch counts.
         """
         for name, value in values.items():
             # In float64, sums of what losses are (float32, times a count) do not round, so that

@@ -64,7 +64,7 @@ def failure_of(error: BaseException, position: str = "") -> Failure:
 
 
 def where_raised(error: BaseException) -> str:
-    """Return the innermost place of user code in a traceback, as "leave (train.py:12)"."""
+    """Return the innermost place of user code, as "leave (train.py:12)"; "" for none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(INSTALLED):
             return f"{frame.name} ({os.path.basename(frame.filename)}:{frame.lineno})"

@@ -61,6 +61,7 @@ class ResumeState:
     Attributes:
         generation: the group that has agreed on it already, 0 if none has.
         code_places: in this group, where each member runs code of its own again, by rank.
+        steps: committed in the run.
         streams: what is known of a dataset that is read as streams.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
         begun: the last epoch whose code before the pass has run, -1 if none.

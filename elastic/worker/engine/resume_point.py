@@ -89,8 +89,9 @@ class ResumePoint:
     ) -> None:
         """Keep a copy of the state as it is now, without its weights if those are large.
 
-        `code_places` are where each member runs code of its own next; `without_gradients` is a
-        context in which buffers are those of the last commit.
+        Args:
+            code_places: where each member of the group runs code of its own next, by rank.
+            without_gradients: a context in which buffers are those of the last commit.
         """
         self._kept = self._weights = None
         objects = self._run.objects
@@ -184,8 +185,12 @@ class ResumePoint:
     ) -> ResumeState | None:
         """Return what the next call continues from if this one is left now, None if nothing.
 
-        `agreed` is the group that has agreed on the state at hand, if the next call is made in it.
-        A call that has not `has_raised` is behind the loop that it has left after a commit.
+        Args:
+            code_places: as in `keep`.
+            agreed: the group that has agreed on the state at hand, if the next call is made in it;
+                else `NO_GENERATION`.
+            has_raised: this call was left by an error. If not, it is behind the loop that it has
+                left after a commit.
         """
         run = self._run
         # What is sharded comes from the memory of all nodes, or from storage.

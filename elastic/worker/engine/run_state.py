@@ -29,6 +29,7 @@ class RunState:
     """What this member has of the run.
 
     Attributes:
+        cursor: the next step to be committed.
         begun: the last epoch whose code before the pass has run, -1 if none.
         begun_step: the last whole step whose code before its micro-batches has run.
         streams: what is known of a dataset that is read as streams.

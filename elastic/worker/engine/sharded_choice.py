@@ -14,7 +14,11 @@ from elastic.core.policy.shares import RowRange, cover
 
 
 class SnapshotKey(NamedTuple):
-    """Which snapshot; alike on all nodes that have a part of it."""
+    """Which snapshot; alike on all nodes that have a part of it.
+
+    Attributes:
+        steps, generation, number, tensors: see `SnapshotMark`.
+    """
 
     steps: int
     generation: int
@@ -34,6 +38,7 @@ class SnapshotOffer(NamedTuple):
 
     Attributes:
         source: the node whose rows they are.
+        address: "host:port" of the agent.
     """
 
     key: SnapshotKey
@@ -100,8 +105,12 @@ def sources_of(
 ) -> list[SnapshotSource]:
     """Return who together has all rows of a snapshot, members first; none if rows are missing.
 
-    A copy of rows that members have is left where it is. `failed`: ranks and numbers of offers that
-    could not be fetched.
+    A copy of rows that members have is left where it is.
+
+    Args:
+        key: of the snapshot.
+        members: what each one has, by rank.
+        failed: ranks and numbers of offers that could not be fetched.
     """
     found, rows = [], RowCoverage()
     for rank, one in enumerate(members):

@@ -65,7 +65,11 @@ Candidate = tuple[int, str, CheckpointMarker]
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A snapshot in this node's memory, or of another node in ours."""
+    """A snapshot in this node's memory, or of another node in ours.
+
+    Attributes:
+        skeleton: what is no tensor, as bytes.
+    """
 
     slot: SnapshotSlot
     skeleton: bytes
@@ -110,9 +114,14 @@ class ShardedRestorer:
     ) -> None:
         """Search for nothing yet.
 
-        `listed` returns the checkpoints in storage, newest first, None if it cannot be asked;
-        `read` the state in one, sharded as ours is, where the marker is still to be read if others
-        have listed it.
+        Args:
+            group: the process group that stands; of a CPU backend for CPU tensors.
+            snapshotter: knows this node's memory.
+            ours: our state, from which it follows how a saved one is sharded here.
+            listed: returns the checkpoints in storage, newest first; None if it cannot be asked.
+            read: returns the state in one, sharded as ours is; where others have listed it, the
+                marker is still to be read.
+            copies: of other nodes' snapshots.
         """
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._snapshotter, self._ours = snapshotter, ours

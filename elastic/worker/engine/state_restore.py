@@ -193,7 +193,10 @@ def _unless_before(state: State | None, begin: Cursor) -> State | None:
 def _candidates(run: RunDirectory, recorded: str = "") -> list[Candidate]:
     """Return the automatic checkpoints that count, newest first.
 
-    Who had the `recorded` one recorded may have been killed before its marker was written.
+    Args:
+        run: the run directory.
+        recorded: path of the newest one, as the coordinator knows it: the one that had it recorded
+            may have been killed before its marker was written.
     """
     unmarked = []
     if name := run.name_of(recorded):

@@ -456,7 +456,11 @@ def wait_messages(works: Sequence[Any]) -> None:
 def check_nccl(version: tuple[int, ...]) -> None:
     """Refuse releases of NCCL with which a lost worker would take the others with it.
 
-    The abort of their communicators may hang or crash.
+    Args:
+        version: as `torch.cuda.nccl.version` returns it.
+
+    Raises:
+        UsageError: an abort of this release's communicators may hang or crash.
     """
     first, last = NCCL_BROKEN
     if version >= NCCL_MIN and not first <= version[:3] <= last:

@@ -66,6 +66,9 @@ class GroupSpec:
     """One worker's place in one group.
 
     Attributes:
+        generation: >= 1; a group of a later generation has a greater number.
+        rank: 0 to world_size - 1.
+        world_size: >= 1.
         leader_address: "host:port" of the leader's `StoreServer`.
         backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl".
         host: address of this machine that gloo binds to.
@@ -121,7 +124,11 @@ class ProcessGroups:
     """
 
     def __init__(self) -> None:
-        """Take torch's seams (see `c10d`), so that no later import can pass them by."""
+        """Take torch's seams (see `c10d`), so that no later import can pass them by.
+
+        Raises:
+            GroupError: this torch lacks what is needed.
+        """
         self._lock = threading.Lock()
         self._abort_lock = threading.Lock()
         self._resources: GroupResources | None = None
@@ -228,7 +235,11 @@ class ProcessGroups:
 
     @property
     def store(self) -> PrefixStore:
-        """The group's key-value store, for the main thread; `abort` ends what waits in it."""
+        """The group's key-value store, for the main thread; `abort` ends what waits in it.
+
+        Raises:
+            GroupError: no group stands.
+        """
         resources = self._resources
         if resources is None or resources.store is None or not resources.is_formed:
             raise GroupError("no group stands, so there is no store; form one first")

@@ -40,7 +40,12 @@ to one of a group that is over must report that, and not that it has no methods.
 
 
 class StoreAddress(NamedTuple):
-    """Address and secret of a group's store."""
+    """Address and secret of a group's store.
+
+    Attributes:
+        address: "host:port" of the leader's server.
+        key: its secret.
+    """
 
     address: str
     generation: int
@@ -69,7 +74,16 @@ class GroupStore(Store):
     def connect(
         cls, where: StoreAddress, left_s: Callable[[], float], is_over: Callable[[], bool]
     ) -> GroupStore:
-        """Connect, with as many attempts as needed; GroupError if no server answers in time."""
+        """Connect, with as many attempts as needed.
+
+        Args:
+            where: the store.
+            left_s: returns the seconds left.
+            is_over: returns whether to give up.
+
+        Raises:
+            GroupError: no server that knows the generation's secret answers in time.
+        """
         pause_s = PAUSE_S
         while True:
             try:

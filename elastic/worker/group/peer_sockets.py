@@ -53,6 +53,7 @@ class PeerEndpoint:
     """Where a member listens.
 
     Attributes:
+        address: IP address as text.
         port: 0 for a member that does not listen.
         token: 16 bytes that a connecting member must send; others are refused.
     """
@@ -81,6 +82,7 @@ class PeerAddress:
         host: address of this machine that they reach.
         timeout_s: how long to wait for a message.
         node: name of our node; members of a node share memory. "" if the machine is the node.
+        ports: the range of ports to listen on.
     """
 
     host: str = "127.0.0.1"
@@ -106,6 +108,7 @@ class _PeerConnection:
     Attributes:
         unsent: what the kernel has not taken yet.
         head, taken: the header being read, and the number of its bytes read so far.
+        tag: of the message being read.
         into: buffers left to fill of the message being read, None between messages.
         wanted: by tag, where an expected message goes, and what is called when it is there.
         then: the call for the message being read.

@@ -76,6 +76,7 @@ class _StoreClient:
 
     Attributes:
         greeting: what was sent first.
+        since: `time.monotonic()` of its beginning.
         generation, claim: what an unauthenticated client has sent, once it is complete.
         space: the keys of an authenticated client's generation.
         unsent: what the kernel has not taken yet.

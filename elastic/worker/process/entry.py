@@ -97,6 +97,7 @@ class PackedCall:
     """What is sent of a function.
 
     Attributes:
+        payload: of a FUNCTION entry.
         imports: installed modules that workers import before it does anything else.
     """
 

@@ -151,8 +151,11 @@ def _is_installed_module(name: str, known: dict[str, bool]) -> bool:
 def places_of(name: str) -> list[Path] | None:
     """Return where the first part of a module is: folders of a package, or one file.
 
-    Nothing is imported. None if it is not there; no places if it is in no file. ValueError if an
-    imported module does not know where it is from.
+    Nothing is imported. None if it is not there; no places if it is in no file.
+
+    Raises:
+        ModuleNotFoundError: the name is none.
+        ValueError: an imported module does not know where it is from.
     """
     spec = importlib.util.find_spec(name.partition(".")[0])
     if spec is None:

@@ -82,6 +82,9 @@ class LocalRun:
     Attributes:
         run_path: the run directory, "" for none.
         options: what the user chose of the step engine.
+        use_gpu: train on this process's accelerator.
+        backend: "gloo", "nccl" or "auto".
+        timeout_s: of collectives.
         job_id: of this attempt, "" to draw one.
         resume_from: path of the reported checkpoint that it begins with, "" for none.
         num_to_keep, score_attribute, score_order: which checkpoints are kept, as in `JobSpec`.

@@ -58,6 +58,9 @@ def check_protocol(theirs: str) -> None:
     """Exit if the package was replaced since the agent imported it, by one of another protocol.
 
     It would misread what the agent sends, which has reported which workers ours understand.
+
+    Args:
+        theirs: the agent's protocol, "" if it is ours.
     """
     from elastic.core.messages import PROTOCOL
 
@@ -168,7 +171,12 @@ def main(pipe_fd: int, protocol: str) -> None:
 
 
 def be_worker(pipe_fd: int, warm: tuple[Mapping[str, str], ProcessGroups] | None = None) -> None:
-    """Be a worker until asked to end; `warm` has the environment before warming up, and groups."""
+    """Be a worker until asked to end.
+
+    Args:
+        pipe_fd: socket to the agent, which is our parent.
+        warm: the environment before warming up, and this process's groups; None if it is cold.
+    """
     die_with_parent()
     name_process("elastic-worker")
     sock = socket.socket(fileno=pipe_fd)

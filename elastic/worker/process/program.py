@@ -53,7 +53,12 @@ KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(words: list[str], environ: Mapping[str, str]) -> None:
-    """Run a command to its end; ProgramFailed has what torch's `@record` wrote down, if it did."""
+    """Run a command to its end.
+
+    Raises:
+        UsageError: it cannot be started.
+        ProgramFailed: it failed; with what torch's `@record` wrote down, if it is used.
+    """
     with _store_for_children(environ) as address:
         killed_by = _run(words, {**environ, **address})
         if killed_by:

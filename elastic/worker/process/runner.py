@@ -96,6 +96,7 @@ class _WorkerSetup:
 
     Attributes:
         server: of rank 0's rendezvous store.
+        storage: None for a job without a run directory.
         shared: checks that all nodes have the same run directory.
         prepare: makes the next call of user code.
     """

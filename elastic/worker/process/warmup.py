@@ -39,7 +39,11 @@ MORE_TO_IMPORT = (
 
 
 def warm_up(*, chooses_ports: bool = False) -> None:
-    """Import what training needs, and do a first step, which imports more (2.2 s in all)."""
+    """Import what training needs, and do a first step, which imports more (2.2 s in all).
+
+    Args:
+        chooses_ports: gloo will have to listen within a range.
+    """
     # Lets torch.cuda.is_available() check without starting the driver.
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1")
     for name in MORE_TO_IMPORT:

@@ -14,10 +14,19 @@ from elastic.worker.group.c10d import look_up
 def around_backward(
     surround: Callable[[], Any], *, scale: Callable[[], float] = lambda: 1.0
 ) -> Callable[[], None]:
-    """Have every outermost backward call of this process surrounded by a new context manager.
+    """Have every outermost backward call of this process surrounded by a context manager.
 
-    Reentrant checkpointing calls backward within backward; only the outer call is surrounded. The
-    gradients that it begins with are multiplied by `scale()`. Returns a function that ends this.
+    Reentrant checkpointing calls backward within backward; only the outer call is surrounded.
+
+    Args:
+        surround: returns a new context manager.
+        scale: returns what the gradients that backward begins with are multiplied by.
+
+    Returns:
+        A function that ends this.
+
+    Raises:
+        GroupError: this torch lacks the place.
     """
     real = look_up(torch.autograd, "_engine_run_backward")
     # Of the thread that asks: for a device, inner calls come from a thread of autograd's own.

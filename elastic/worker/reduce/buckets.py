@@ -42,6 +42,7 @@ class Bucket:
 
     Attributes:
         number: in the order in which backward is expected to complete them.
+        unit: number of the unit that they belong to.
         strides: of their gradients, without gaps: fused optimizers go through both side by side.
         touched: places of parameters whose gradients are to be moved, in that order.
         used: which got a gradient in this micro-batch.
@@ -115,7 +116,11 @@ class Bucket:
         self.pool.append(flat)
 
     def move_gradients(self, leaf: FlatTensor) -> None:
-        """Add the gradients of what was touched to the leaf, and take them from the parameters."""
+        """Add the gradients of what was touched to the leaf, and take them from the parameters.
+
+        Raises:
+            UsageError: a gradient is sparse.
+        """
         fresh_views, fresh, more_views, more = [], [], [], []
         for place in self.touched:
             parameter = self.parameters[place]
@@ -145,7 +150,9 @@ class Bucket:
     def complete(self, leaf: FlatTensor, *, weight: float | None) -> None:
         """Make a leaf of what was moved: zeros where there was no gradient, flags, weight.
 
-        Without a weight, the micro-batch does not count.
+        Args:
+            leaf: with the gradients of one micro-batch.
+            weight: factor for all of it; None for a micro-batch that does not count.
         """
         with torch.no_grad():
             if weight is None:

@@ -73,7 +73,11 @@ class CommitGate:
     def wait_exchanged(self, own: Sequence[DeviceEvent] = ()) -> None:
         """Wait for steps 1 to 3 above; returns at once where the gate is open.
 
-        `own` is what `record` returned before the exchange. RuntimeError if the group is over.
+        Args:
+            own: what `record` returned before the exchange.
+
+        Raises:
+            RuntimeError: the group is over, or the device failed.
         """
         if self._confirmation is None:
             return
@@ -86,7 +90,8 @@ class CommitGate:
     def wait_all(self, own: Sequence[DeviceEvent] = ()) -> None:
         """Wait for steps 1 to 4 above; the step is whole then, on all ranks.
 
-        RuntimeError if it is not.
+        Raises:
+            RuntimeError: the group is over, or the device failed.
         """
         self.wait_exchanged(own)
         if self._confirmation is not None:

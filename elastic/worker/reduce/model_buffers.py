@@ -76,7 +76,9 @@ class _Kept:
     def set_back(self, value: torch.Tensor, *, is_void: bool = False) -> None:
         """Have this value in the tensor that others know, and that one in its place.
 
-        `is_void`: no gradient of a graph that has used the buffer counts any more.
+        Args:
+            value: of the buffer's shape.
+            is_void: no gradient of a graph that has used the buffer counts any more.
         """
         if self.now is not self.buffer:
             self.owner._buffers[self.own_name] = self.buffer
@@ -236,7 +238,9 @@ class ModelBuffers:
     def settle(self, partition: MicroBatchPartition, samples: int) -> None:
         """Make the buffers what they are after the step.
 
-        UsageError if not every micro-batch has changed the same ones.
+        Raises:
+            RuntimeError: the group broke.
+            UsageError: not every micro-batch has changed the same ones.
         """
         if self._changed:
             names = tuple(sorted(self._changed))

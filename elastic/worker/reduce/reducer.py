@@ -61,7 +61,12 @@ class _UnitStep:
 
 @dataclass
 class _Layout:
-    """How the parameters are cut."""
+    """How the parameters are cut.
+
+    Attributes:
+        bucket_bytes: size of a bucket.
+        slots: bucket of each parameter and its place there, by id.
+    """
 
     bucket_bytes: int
     buckets: list[Bucket]
@@ -97,6 +102,7 @@ class _Step:
 
     Attributes:
         control: numbers that all ranks get to see.
+        is_void: it counts for nothing.
         number: of the micro-batch at hand, None before the first.
         is_hidden: a backward call is under way, or has raised.
         stepped_by_others: ids of parameters that are shared with units that have stepped in it.
@@ -153,8 +159,13 @@ class Reducer:
     ) -> None:
         """Put hooks on the parameters; nothing else changes until a step begins.
 
-        Buffers of `modules` (BatchNorm) are averaged over a step. `is_over` returns whether the
-        group is not whole any more; see `CommitGate`.
+        Args:
+            units: what each optimizer steps.
+            modules: whose buffers (BatchNorm) are averaged over a step.
+            consistency: "bitwise", or "samples" for an order of addition that is torch's.
+            bucket_bytes: size of the pieces that are sent.
+            activity: notified when we wait for others.
+            is_over: returns whether the group is not whole any more; see `CommitGate`.
         """
         self.broken: BaseException | None = None
         self.rows: list[tuple[float, ...]] = []

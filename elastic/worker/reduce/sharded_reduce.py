@@ -77,7 +77,11 @@ class _UnitGradients:
             parameter.grad = None
 
     def zero(self, chosen: Collection[int] | None = None) -> None:
-        """Let what this micro-batch has given so far not count; `chosen` are parameters' ids."""
+        """Let what this micro-batch has given so far not count.
+
+        Args:
+            chosen: ids of the parameters of which it does not; None for all.
+        """
         for place, parameter in enumerate(self._parameters):
             if chosen is None or id(parameter) in chosen:
                 self._fresh[place] = None

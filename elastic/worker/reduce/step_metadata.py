@@ -105,7 +105,12 @@ def whole(high: float, low: float) -> int:
 
 
 def read_rows(rows: Sequence[Sequence[float]]) -> list[StepMetadata]:
-    """Read what all ranks sent, and refuse ranks that do not do the same."""
+    """Read what all ranks sent, and refuse ranks that do not do the same.
+
+    Raises:
+        UsageError: they are in different steps, other optimizers of theirs have stepped, or by
+            other learning rates or with other frozen parameters.
+    """
     metadata = [StepMetadata.of(row) for row in rows]
     for rank, one in enumerate(metadata):
         first = metadata[0].cursor
@@ -150,9 +155,11 @@ def rates_print(optimizers: Iterable[Any]) -> int:
 
 
 def fill_row(row: Any, values: Sequence[float]) -> None:
-    """Write numbers into a row, and zeros behind them.
+    """Write these numbers into a row, and zeros behind them.
 
-    A NumPy array of float64: writing through a tensor takes ten times as long.
+    Args:
+        row: a NumPy array of float64: writing through a tensor takes ten times as long.
+        values: at most as many.
     """
     check(len(values) <= len(row), f"{len(values)} numbers: at most {len(row)}")
     row[: len(values)] = values
@@ -163,7 +170,14 @@ class MetadataExchange:
     """Rows of numbers, the newest of each rank; handed on over the edges that buckets take."""
 
     def __init__(self, rank: int, world_size: int, group: Any, size: int = ROW) -> None:
-        """Allocate rows, of a size that is the same on all ranks; no group for a group of one."""
+        """Allocate the rows.
+
+        Args:
+            rank: ours.
+            world_size: W.
+            group: the process group, whose members have met; None for a group of one.
+            size: numbers of a row, the same on all ranks.
+        """
         self._rows = torch.zeros(world_size, size, dtype=torch.float64)
         self._all = self._rows.numpy()
         self._mine = self._all[rank]
@@ -199,7 +213,15 @@ class MetadataExchange:
 
 
 def send_metadata(group: Any, values: Sequence[float]) -> list[Row]:
-    """Exchange a few numbers at once, at most `ROW`, and return everyone's by rank."""
+    """Exchange a few numbers at once, and return everyone's by rank.
+
+    Args:
+        group: the process group that stands, whose members have met.
+        values: at most `ROW`; all others are zeros.
+
+    Raises:
+        RuntimeError: the group broke.
+    """
     exchange = MetadataExchange(group.rank(), group.size(), group if group.size() > 1 else None)
     exchange.start(values)
     return exchange.finish()

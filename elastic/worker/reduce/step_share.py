@@ -48,7 +48,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepShare:
-    """What a rank has to do in a step."""
+    """What a rank has to do in a step.
+
+    Attributes:
+        rank: 0 to world_size - 1.
+        world_size: W, at most V.
+        num_micro_batches: V.
+        micro_batch_size: samples of a full micro-batch.
+        counts: samples of each of the V micro-batches of this step; fewer in a ragged last one.
+        tokens: 0: what counts are samples.
+    """
 
     tokens = 0
 
@@ -186,7 +195,15 @@ class StreamShare(WeighedShare):
         rank: int,
         world_size: int,
     ) -> None:
-        """Begin with nothing read; `end` is called with (epoch, steps) if this step is the last."""
+        """Begin with nothing read.
+
+        Args:
+            streams: how the data is cut.
+            cursor: the step.
+            end: called with (epoch, steps) once it is known that the epoch ends with this step.
+            rank: ours.
+            world_size: W, at most V.
+        """
         super().__init__(
             cursor,
             streams.micro_batch_size,

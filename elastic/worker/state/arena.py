@@ -60,7 +60,9 @@ class StateLayout:
     """Where the tensors of a state lie.
 
     Attributes:
+        specs: of the tensors, by number.
         offsets: of their first bytes, from the beginning of the data.
+        data_bytes: of all.
         held: rows of each that are there, None for all of them; () if all tensors are whole.
     """
 
@@ -116,7 +118,11 @@ def _aligned(offset: int) -> int:
 
 
 class PinnedMemory:
-    """Pages of a mapping that a device copies to directly."""
+    """Pages of a mapping that a device copies to directly.
+
+    Attributes:
+        spans: of bytes from the beginning of the mapping.
+    """
 
     def __init__(
         self,
@@ -158,7 +164,14 @@ class SnapshotSlot:
     """Memory for one snapshot."""
 
     def __init__(self, path: str = "") -> None:
-        """Open the agent's memory at this path; "" for memory of our own."""
+        """Open the memory.
+
+        Args:
+            path: of the agent's; "" for memory of our own.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
         if path:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         else:
@@ -214,11 +227,18 @@ class SnapshotSlot:
         ctypes.CDLL(None).madvise(address, ctypes.c_size_t(len(memory)), MADV_POPULATE_WRITE)
 
     def pin(self, layout: StateLayout, pieces: Sequence[TensorRows], device: torch.device) -> None:
-        """Let a device copy to the places of our pieces directly, and to no others.
+        """Let a device copy to the places of these pieces directly, and to no others.
 
         Takes seconds for much memory, without holding the interpreter. The pages stay until the
-        memory is mapped anew, or released. If the device refuses (OSError), copies are right all
-        the same, and slower.
+        memory is mapped anew, or released.
+
+        Args:
+            layout: of all tensors; there is room for it.
+            pieces: ours.
+            device: one of those that copy.
+
+        Raises:
+            OSError: the device refuses; copies are right all the same, and slower.
         """
         accelerator = accelerator_of(device)
         if accelerator is None or self.is_pinned(layout, pieces):
@@ -310,7 +330,13 @@ class SnapshotSlot:
     def put(
         self, layout: StateLayout, tensors: Sequence[torch.Tensor], pieces: Sequence[TensorRows]
     ) -> None:
-        """Copy pieces of tensors, which are on any device, to their places."""
+        """Copy pieces of tensors to their places.
+
+        Args:
+            layout: of all tensors; there is room for it.
+            tensors: of the state, by number, on any device.
+            pieces: ours.
+        """
         what = (self._mapped(), layout, tuple(pieces))
         if self._targets is None or self._targets[0] != what:
             # For hundreds of tensors this takes a tenth of the time of the copy itself.

@@ -24,7 +24,13 @@ PLAIN_SCALARS = (*PLAIN, str)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Stands in the skeleton where a tensor was."""
+    """Stands in the skeleton where a tensor was.
+
+    Attributes:
+        number: of the tensor, in the order in which `pack` gives them.
+        dtype: such as "float32".
+        is_array: it was a NumPy array.
+    """
 
     number: int
     dtype: str

@@ -22,7 +22,12 @@ from elastic.worker.state.dtensor import is_dtensor
 
 
 class PerRankState(NamedTuple):
-    """What each rank may have for itself."""
+    """What each rank may have for itself.
+
+    Attributes:
+        tensors: names of tensors, by model.
+        registered: names of registered objects.
+    """
 
     tensors: Sequence[Collection[str]] = ()
     registered: Collection[str] = ()

@@ -60,10 +60,15 @@ def check_not_flat(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, device_type: str, options: Mapping[str, Any]) -> None:
-    """Let each rank of the group that stands keep its rows of each parameter, in place.
+    """Let each rank of the group that stands keep its rows of each parameter.
 
-    `options` are those of `fully_shard`, and `modules`: classes of modules that are sharded one by
-    one. UsageError at options of another FSDP.
+    Args:
+        model: the same on all ranks; it is changed in place.
+        device_type: "cpu" or "cuda".
+        options: of `fully_shard`, and `modules`: classes of modules that are sharded one by one.
+
+    Raises:
+        UsageError: options of another FSDP.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -291,7 +296,11 @@ def places_of(skeleton: Any, ours: Mapping[str, Any]) -> dict[int, DTensor]:
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """Stands for a container in which tensors of this one's shape lie as it does."""
+    """Stands for a container in which tensors of this one's shape lie as it does.
+
+    Attributes:
+        tensor: a parameter, for what an optimizer keeps of it.
+    """
 
     tensor: torch.Tensor
 

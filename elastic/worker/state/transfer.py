@@ -22,10 +22,19 @@ TAG = 9_000
 
 
 def transfer(group: Any, transfers: TransferPlan, state: Any) -> tuple[Any, int]:
-    """Send our state, or receive it, as planned; return what came (or None), and bytes moved.
+    """Send our state, or receive it, as planned.
 
-    `state` is called only if it is sent. RuntimeError if the group broke: what was received in part
-    is forgotten.
+    Args:
+        group: the process group that stands; of a CPU backend.
+        transfers: the plan, the same on all members.
+        state: ours; a function that returns it, called only if it is sent.
+
+    Returns:
+        What we received (None if we needed nothing), and the bytes that went through here.
+
+    Raises:
+        RuntimeError: the group broke; what was received in part is forgotten.
+        UsageError: the state cannot be sent.
     """
     rank = group.rank()
     receivers, sender = transfers.receivers_from(rank), transfers.sender_to(rank)
