@@ -177,7 +177,13 @@ class Divergence:
     def settle(self, group: Any, cursor: Cursor) -> tuple[int, ...]:
         """Return which ranks are to receive what most have; called on all ranks at once.
 
-        UsageError if it is unknown whose state is right, or to receive it has not helped.
+        Args:
+            group: the process group that stands.
+            cursor: the step before which ranks differ.
+
+        Raises:
+            RuntimeError: the group broke.
+            UsageError: it is unknown whose state is right, or to receive it has not helped.
         """
         verdict = self._resolve(share_bytes(group, self._details()))
         if not verdict.can_heal:

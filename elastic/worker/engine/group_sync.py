@@ -1,7 +1,8 @@
 """What members of a group let each other know beside steps and state.
 
 Rule: what is shared is shared by all of them at the same place in the run. A note in the group's
-store is left by one, and read by whoever likes to know.
+store is left by one, and read by whoever likes to know. All of it raises RuntimeError if the group
+breaks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ used.
 
 Rule: all members resume from the same snapshot or checkpoint, or none does: they exchange what is
 there, all choose alike, and what one member could not read is used by none. No member holds more
-than its own rows of a sharded tensor, plus those of a lost node while it passes them on.
+than its own rows of a sharded tensor, plus those of a lost node while it passes them on. Whatever
+members exchange raises RuntimeError if the group breaks.
 """
 
 from __future__ import annotations

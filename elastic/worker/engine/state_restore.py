@@ -57,12 +57,23 @@ class StateRestorer:
     def restore(
         self, group: Any, begin: Cursor, context: WorkerContext, snapshotter: Snapshotter
     ) -> State | None:
-        """Return the newest state that this node's memory or storage has, None for none.
+        """Return the newest state that this node's memory or storage has.
 
         Every member of a group in which none has the state of the run calls this. A member that
-        finds nothing, or less than others, receives the state from them afterwards. One from before
-        `begin`, where the train function begins by itself, is passed over. StorageError if there
-        are checkpoints, and no member can read any of them.
+        finds nothing, or less than others, receives the state from them afterwards.
+
+        Args:
+            group: the process group that stands.
+            begin: where the train function begins by itself; an earlier state is passed over.
+            context: of this worker in the group.
+            snapshotter: has what is in this node's memory.
+
+        Returns:
+            What was saved, None if there is none for us.
+
+        Raises:
+            RuntimeError: the group broke.
+            StorageError: there are checkpoints, and no member can read any of them.
         """
         if self._objects.is_sharded:
             return self._restore_shards(group, begin, context, snapshotter)

@@ -36,7 +36,11 @@ class StepValues:
     def totals(
         self, partition: MicroBatchPartition, of_micro_batches: Mapping[int, Totals]
     ) -> Totals:
-        """Return (sum, weight) of each name over all micro-batches of a step, alike everywhere."""
+        """Return (sum, weight) of each name over all micro-batches of a step, the same everywhere.
+
+        Raises:
+            RuntimeError: the group broke.
+        """
         names = sorted({name for totals in of_micro_batches.values() for name in totals})[
             :VALUES_MAX
         ]

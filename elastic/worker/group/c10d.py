@@ -442,7 +442,11 @@ _messages: list[Callable[[Sequence[Any]], None]] = []
 
 
 def wait_messages(works: Sequence[Any]) -> None:
-    """Wait for messages that gloo carries, also in a group whose collectives NCCL carries."""
+    """Wait for messages that gloo carries, also in a group whose collectives NCCL carries.
+
+    Raises:
+        RuntimeError: one failed, or the group is over.
+    """
     if _messages:
         _messages[-1](works)
         return

@@ -83,7 +83,11 @@ class MemberLinks:
     """
 
     def __init__(self, rank: int, world_size: int, reach: PeerAddress) -> None:
-        """Open the listener; `join` makes the connections."""
+        """Open the listener; `join` makes the connections.
+
+        Raises:
+            OSError: this machine does not have the address.
+        """
         self.rank, self.world_size = rank, world_size
         self.sockets = PeerSockets(reach)
         probe = os.memfd_create("elastic-links", os.MFD_CLOEXEC)
@@ -101,9 +105,13 @@ class MemberLinks:
         self._made = 0
 
     def join(self, entries: Sequence[MemberEntry]) -> bool:
-        """Connect to our partners; return whether we can read the memory of all others of our node.
+        """Connect to our partners.
 
-        `share` if all members can.
+        Returns:
+            Whether we can read the memory of all others of our node; `share` if all members can.
+
+        Raises:
+            GroupBroken: a member could not be reached.
         """
         self._entries = entries
         nodes = [0]
@@ -175,7 +183,11 @@ _open: WeakKeyDictionary[Any, MemberLinks] = WeakKeyDictionary()
 
 
 def links_of(group: Any) -> MemberLinks:
-    """Return the links of a group whose members have connected."""
+    """Return the links of a group whose members have connected.
+
+    Raises:
+        InvariantViolation: they have not.
+    """
     links = _links.get(group)
     if links is None:
         raise InvariantViolation("the members of this group have not connected to each other yet")
@@ -185,7 +197,8 @@ def links_of(group: Any) -> MemberLinks:
 def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
     """Return our links in this group; their `entry` must be sent to all members before `join`.
 
-    GroupBroken if this machine does not have the address, or no port to listen on.
+    Raises:
+        GroupBroken: this machine does not have the address, or no port to listen on.
     """
     known = _links.get(group) or _open.get(group)
     if known is None:
@@ -200,7 +213,11 @@ def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
 
 
 def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
-    """Connect to our partners in this group, unless that is done; all members do so."""
+    """Connect to our partners in this group, unless that is done; all members do so.
+
+    Raises:
+        GroupBroken: the group broke, or a member cannot be reached.
+    """
     if group in _links:
         return
     links = _open[group]

@@ -137,7 +137,11 @@ class PeerSockets:
     """This rank's connections to others of one group."""
 
     def __init__(self, reach: PeerAddress) -> None:
-        """Listen on a free port; OSError without the address, or a free port of the range."""
+        """Listen on a free port.
+
+        Raises:
+            OSError: this machine does not have the address, or no port of the range is free.
+        """
         family, _, _, _, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
         host = str(where[0])
         self._listener = listen_within(reach.ports, (host, 0), family=family, backlog=128)
@@ -164,9 +168,16 @@ class PeerSockets:
         limit_s: float = JOIN_S,
         partners: Iterable[int] | None = None,
     ) -> None:
-        """Connect to other members, by rank, which do the same; to `partners`, None for all.
+        """Connect to other members, which do the same.
 
-        OSError if a member could not be reached, or has not connected in time.
+        Args:
+            rank: ours.
+            endpoints: of all members, by rank.
+            limit_s: how long it may take.
+            partners: ranks to connect to; None for all.
+
+        Raises:
+            OSError: a member could not be reached, or has not connected in time.
         """
         deadline = time.monotonic() + limit_s
         others = {*(range(len(endpoints)) if partners is None else partners)} - {rank}
@@ -274,7 +285,13 @@ class PeerSockets:
     def send(self, rank: int, tag: int, data: Buffers) -> None:
         """Send bytes, which must stay as they are until `flush` has returned.
 
-        The tag distinguishes messages in progress between the same two members.
+        Args:
+            rank: the receiver's.
+            tag: distinguishes messages in progress between the same two members.
+            data: views of bytes, sent one after the other.
+
+        Raises:
+            GroupBroken: the group broke.
         """
         peer = self._peers[rank]
         if peer.broken is not None:
@@ -291,9 +308,16 @@ class PeerSockets:
     def expect(
         self, rank: int, tag: int, data: Buffers, then: Callable[[], None] | None = None
     ) -> None:
-        """Have the next message with this tag received into these buffers, of its length together.
+        """Have the next message with this tag received into these buffers.
 
-        `then` is called once it is there; if None, use `wait`.
+        Args:
+            rank: the sender's.
+            tag: its tag.
+            data: views of bytes, filled one after the other; together as long as the message.
+            then: called once it is received; if None, use `wait`.
+
+        Raises:
+            GroupBroken: it was received already, with another length.
         """
         peer = self._peers[rank]
         early = peer.early.get(tag)
@@ -310,7 +334,11 @@ class PeerSockets:
         self._due.append(call)
 
     def wait(self, rank: int, tag: int) -> None:
-        """Wait for a message that is expected; see `wait_until`."""
+        """Wait for a message that is expected; see `wait_until`.
+
+        Raises:
+            GroupBroken: the group broke, or nothing came in time.
+        """
         peer = self._peers[rank]
         self.wait_until(lambda: tag in peer.arrived, [rank])
         peer.arrived.discard(tag)
@@ -320,9 +348,14 @@ class PeerSockets:
         is_there: Callable[[], bool],
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Receive and send until a condition holds; it is checked whenever something was received.
+        """Receive and send until a condition holds.
 
-        `ranks` are for the error: whom it is expected from, None for all.
+        Args:
+            is_there: the condition, checked whenever something was received.
+            ranks: that it is expected from, for the error; None for all.
+
+        Raises:
+            GroupBroken: the group broke, or nothing came in time.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -336,13 +369,21 @@ class PeerSockets:
             self._poll_once(deadline, lambda: f"rank {', '.join(map(str, ranks or self._peers))}")
 
     def flush(self) -> None:
-        """Wait until the kernel has taken everything that was sent."""
+        """Wait until the kernel has taken everything that was sent.
+
+        Raises:
+            GroupBroken: the group broke, or a peer does not read.
+        """
         deadline = time.monotonic() + self._timeout_s
         while any(peer.unsent for peer in self._peers.values()):
             self._poll_once(deadline, lambda: "others to read")
 
     def poll(self) -> None:
-        """Receive what is there, and send what there is room for; never blocks."""
+        """Receive what is there, and send what there is room for; never blocks.
+
+        Raises:
+            GroupBroken: the group broke.
+        """
         while self._poll_once(0.0, None):
             pass
         self._call()
