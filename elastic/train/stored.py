@@ -1,7 +1,7 @@
 """Arguments of a trainer or tuner, pickled in its directory for `restore`: the only pickle there.
 
-Rule: it is read only by `restore` without a train function. Unpickling runs code: a user who can
-write the file can run code in the process that restores.
+Rule: a trainer's is read only by `restore` without a train function, a tuner's by every `restore`.
+Unpickling runs code: a user who can write the file can run code in the process that restores.
 """
 
 from __future__ import annotations
@@ -42,17 +42,31 @@ def pack_arguments(parts: Mapping[str, Any]) -> bytes:
     return b""
 
 
-def read_arguments(files: Files, name: str, where: str, instead: str) -> dict[str, Any]:
-    """Return arguments by name; unpickling runs code. Errors say where, and what to do instead."""
+def read_arguments(
+    files: Files, name: str, where: str, *, missing: str, instead: str
+) -> dict[str, Any]:
+    """Return arguments by name; unpickling runs code.
+
+    Args:
+        files: of the run or study.
+        name: of the file.
+        where: the call, for errors, as are the next two.
+        missing: why there may be no such file.
+        instead: what to do.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read here.
+        StorageError: the directory cannot be read.
+    """
     data = files.read_if_there(name)
     if data is None:
         raise UsageError(
-            f"{where}: nothing is stored there (it was submitted by 'elastic submit', or could not "
-            f"be pickled); {instead}"
+            f"{where}: nothing is stored there ({name} is missing: {missing}); {instead}"
         )
     magic, crc32 = HEADER.unpack(data[: HEADER.size].ljust(HEADER.size, b"\0"))
     if magic != MAGIC or crc32 != zlib.crc32(data[HEADER.size :]):
-        raise UsageError(f"{where}: {name} is damaged, and was not read; {instead}")
+        what = "damaged" if magic == MAGIC else "of another version, or damaged"
+        raise UsageError(f"{where}: {name} is {what}, and was not read; {instead}")
     try:
         return dict(cloudpickle.loads(data[HEADER.size :]))
     except Exception as error:

@@ -214,8 +214,13 @@ class DataParallelTrainer:
         stored: dict[str, Any] = {}
         if train_loop_per_worker is None:
             where = f"TorchTrainer.restore({files.path!r})"
-            pass_it = "pass the train function: TorchTrainer.restore(path, train_func, ...)"
-            stored = read_arguments(files, TRAINER_FILE, where, pass_it)
+            stored = read_arguments(
+                files,
+                TRAINER_FILE,
+                where,
+                missing="it was submitted by 'elastic submit', or could not be pickled",
+                instead="pass the train function: TorchTrainer.restore(path, train_func, ...)",
+            )
         passed = {
             "train_loop_per_worker": train_loop_per_worker,
             "train_loop_config": train_loop_config,

@@ -128,7 +128,7 @@ class Tuner:
             storage_filesystem: file system of fsspec or pyarrow that has `path`.
 
         Raises:
-            UsageError: there is no study at `path`.
+            UsageError: there is no study at `path`, or its configuration cannot be read here.
             StorageError: the directory cannot be read.
         """
         where = directory_of(url_in(storage_filesystem, str(path)) if storage_filesystem else path)
@@ -138,8 +138,13 @@ class Tuner:
                 f"Tuner.restore({str(path)!r}): no study is there (it has no study.jsonl); "
                 f"expected the directory storage_path/name of a study"
             )
-        called = f"Tuner.restore({log.files.path!r})"
-        stored = read_arguments(log.files, TUNER_FILE, called, "begin another study")
+        stored = read_arguments(
+            log.files,
+            TUNER_FILE,
+            f"Tuner.restore({log.files.path!r})",
+            missing="it was removed, or not copied with the study",
+            instead="restore the study with the file, version and packages that it was begun with",
+        )
         space = param_space if param_space is not None else stored["param_space"]
         parent, _, name = where.rpartition("/")
         run_config = replace(stored["run_config"], name=name, storage_path=parent)

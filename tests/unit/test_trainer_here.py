@@ -370,10 +370,10 @@ def test_restoring_with_a_function_unpickles_nothing(tmp_path: Path) -> None:
     assert record is not None
     write_run(files, replace(record, phase=RunPhase.FAILED))
     (tmp_path / "r" / "trainer.pkl").write_bytes(b"cos\nsystem\n(S'touch /dev/full'\ntR.")
-    with pytest.raises(UsageError, match=r"is damaged, and was not read; pass the train function"):
+    with pytest.raises(UsageError, match=r"version, or damaged, and was not read; pass the train"):
         TorchTrainer.restore(tmp_path / "r")
     (tmp_path / "r" / "trainer.pkl").unlink()
-    with pytest.raises(UsageError, match=r"nothing is stored there.*pass the train function"):
+    with pytest.raises(UsageError, match=r"stored there .*submitted by.*pass the train function"):
         TorchTrainer.restore(tmp_path / "r")
 
 

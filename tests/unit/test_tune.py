@@ -216,6 +216,24 @@ def test_a_tuners_run_config_overrides_its_trainers_also_with_a_default(study: S
             where(train, run_config=asks)  # type: ignore[operator]
 
 
+def test_a_study_without_its_configuration_says_why(study: StudyLog) -> None:
+    def train() -> None: ...
+
+    tuner = tune.Tuner(TorchTrainer(train))
+    tuner._store(study.files)
+    stored = study.files.read("tuner.pkl")
+    for data, said in (
+        (stored[:-1] + b"?", "tuner.pkl is damaged, and was not read"),
+        (b"\x80" + stored, "tuner.pkl is of another version, or damaged, and was not read"),
+        (None, "tuner.pkl is missing: it was removed, or not copied"),
+    ):
+        study.files.delete("tuner.pkl")
+        if data is not None:
+            study.files.write("tuner.pkl", data)
+        with pytest.raises(UsageError, match=f"{said}.*; restore the study with the file, version"):
+            tune.Tuner.restore(study.files.path, TorchTrainer(train))
+
+
 class Counting(tune.Trainable):
     def setup(self, config: dict[str, Any], by: int = 1) -> None:
         self.value, self.by, self.is_clean = config["begin"], by, config.get("is_clean", [])
