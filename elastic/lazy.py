@@ -3,7 +3,7 @@
     if TYPE_CHECKING:
         from elastic.train.result import Result as Result
 
-    __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 Rules: a name is written once, in such an import, which the type checker reads, and so do we. What
 Ray has and we have not is refused by an ImportError, because `from` turns others into one without
@@ -16,7 +16,6 @@ import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 _instead: dict[str, str] = {}
@@ -51,18 +50,20 @@ sys.meta_path.append(ImportGuard)  # type: ignore[arg-type]
 
 
 def lazy_names(
-    package: str, file: str, *, parts: Sequence[str] = ()
+    package: str, *, parts: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
-        package: its name.
-        file: its `__init__.py`; its imports with `as` are public.
+        package: its name; the imports with `as` of its `__init__.py` are public.
         parts: modules of the package that can be had by their names, too.
     """
+    spec = sys.modules[package].__spec__
+    # By its loader, because the file may be in a zip.
+    loader: Any = spec and spec.loader
     homes = {
         alias.asname: (node.module, alias.name)
-        for node in ast.walk(ast.parse(Path(file).read_bytes()))
+        for node in ast.walk(ast.parse(loader.get_source(package)))
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
         if alias.asname is not None

@@ -110,4 +110,4 @@ refuse_missing(
         "from_blocks": "data.from_arrow(...)",
     },
 )
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -69,5 +69,5 @@ refuse_missing(
     },
 )
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, __file__, parts=("accelerate", "collective", "huggingface", "lightning", "torch")
+    __name__, parts=("accelerate", "collective", "huggingface", "lightning", "torch")
 )

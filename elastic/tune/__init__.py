@@ -82,5 +82,5 @@ refuse_missing(
     },
 )
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, __file__, parts=("integration", "logger", "schedulers", "search", "stopper")
+    __name__, parts=("integration", "logger", "schedulers", "search", "stopper")
 )
