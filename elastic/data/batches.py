@@ -433,7 +433,11 @@ def to_pandas(batch: Batch) -> Any:
 
 
 def taken_from(value: Any, what: str) -> Batch:
-    """Return the result of a user's function as a batch; UsageError if it is none."""
+    """Return the result of a user's function as a batch.
+
+    Raises:
+        UsageError: it is not a batch, or its columns differ in length.
+    """
     pa = arrow()
     if isinstance(value, pa.RecordBatch):
         return pa.Table.from_batches([value])
@@ -519,9 +523,15 @@ def of_rows(rows: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def to_torch(batch: Batch, dtypes: Any = None, device: Any = None) -> dict[str, Any]:
-    """Return a dict of tensors, of a torch.dtype for all columns, or by a dict, on a device.
+    """Return a dict of tensors.
 
-    UsageError if a column cannot be a tensor, or `dtypes` names one that is not there.
+    Args:
+        batch: whose columns are numbers.
+        dtypes: a torch.dtype for all columns, or a dict by name.
+        device: of the tensors, None for the CPU.
+
+    Raises:
+        UsageError: a column cannot be a tensor, or `dtypes` names one that is not there.
     """
     import torch
 

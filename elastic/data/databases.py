@@ -95,10 +95,19 @@ class Lance(Source):
 
 
 def write_lance(tables: Iterator[Any], uri: str, schema: Any, mode: str, options: Any) -> None:
-    """Write rows to a Lance table, as one version of it, cast to a schema, or that of the first.
+    """Write rows to a Lance table, as one version of it.
 
-    UsageError if there are no rows to know the columns by, or later rows have others; StorageError
-    if it cannot be written, or is there already.
+    Args:
+        tables: the rows.
+        uri: of the table.
+        schema: of pyarrow, to which they are cast; None for that of the first ones.
+        mode: "create", "append" or "overwrite".
+        options: of Lance.
+
+    Raises:
+        UsageError: the mode is another one, there are no rows to know the columns by, or later rows
+            have others.
+        StorageError: it cannot be written, or is there already.
     """
     lance, pa = _lance("write_lance"), arrow()
     if mode not in ("create", "append", "overwrite"):

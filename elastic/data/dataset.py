@@ -1157,7 +1157,11 @@ def _fixed(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _with_columns(batch: Batch, names: Sequence[str], what: str) -> Batch:
-    """Return a batch with its columns in the order of the first batch."""
+    """Return a batch with its columns in the order of the first batch.
+
+    Raises:
+        UsageError: it has others.
+    """
     there = columns_of(batch)
     if set(there) != set(names):
         raise UsageError(

@@ -28,7 +28,11 @@ PARTITION_BYTES = 64 * 1024**2
 
 
 def engine_of(name: str, dataset: D, options: Mapping[str, Any]) -> Engine[D] | InMemory[D]:
-    """Return an engine for a dataset."""
+    """Return an engine for a dataset.
+
+    Raises:
+        UsageError: there is no such engine, its package is missing, or an option is unknown.
+    """
     known = {"arrow": ["memory"], "dask": ["address", "path"]}
     if name not in known:
         raise UsageError(f"Dataset.using({name!r}): expected 'arrow' or 'dask'")
@@ -52,7 +56,13 @@ class Engine(Generic[D]):
     """Operations on a dataset by Dask: each computes at once, and returns a dataset of files."""
 
     def __init__(self, dataset: D, address: str | None, path: Any) -> None:
-        """Compute nothing yet; all workers of the Dask scheduler can write to `path`."""
+        """Compute nothing yet.
+
+        Args:
+            dataset: the rows.
+            address: of a Dask scheduler; None for this machine's cores.
+            path: folder for the result, which all workers of that cluster can write.
+        """
         self._dataset = dataset
         self._address = address
         self._path = path

@@ -36,7 +36,12 @@ def send(sock: socket.socket, value: bytes) -> None:
 
 
 def receive(sock: socket.socket) -> bytearray:
-    """Receive a message; EOFError if the other side is gone."""
+    """Receive a message.
+
+    Raises:
+        EOFError: the other side is gone.
+        ValueError: it is larger than any real one.
+    """
     (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
     if size > MESSAGE_BYTES_MAX:
         raise ValueError(f"a message of {size} bytes, at most {MESSAGE_BYTES_MAX} are taken")

@@ -103,9 +103,16 @@ class FeederServer:
     def __init__(
         self, host: str, key: str, *, tls: PeerTls | None = None, ports: PortRange = ANY_PORT
     ) -> None:
-        """Listen at this node's address for others, and serve from here on.
+        """Listen, and serve from here on.
 
-        Without the cluster's certificates `tls` is None. OSError if no port is free.
+        Args:
+            host: this node's address for other nodes.
+            key: the secret.
+            tls: of this node, None if it has no certificate of the cluster.
+            ports: the range of the port.
+
+        Raises:
+            OSError: this machine does not have the address, or no port is free.
         """
         made = OwnCertificate() if tls is None and not is_loopback(host) else None
         fingerprint = made.fingerprint if made is not None else ""
@@ -157,7 +164,14 @@ class FeederOnNode:
     def __init__(
         self, address: str, fingerprint: str, key: str, tls: PeerTls | None = None
     ) -> None:
-        """Connect nowhere yet; the fingerprint is of the certificate that it made, "" for none."""
+        """Connect nowhere yet.
+
+        Args:
+            address: "host:port".
+            fingerprint: of the certificate that it made, "" for none.
+            key: the secret.
+            tls: of this node, None if it has no certificate of the cluster.
+        """
         self._address, self._fingerprint = address, fingerprint
         self._key, self._tls = _bound_to(key, fingerprint), tls
         self._lock = threading.Lock()
@@ -203,7 +217,15 @@ class FeedersOnNodes:
     def __init__(
         self, run_path: str, job_id: str, key: str, *, highest: int, tls: PeerTls | None = None
     ) -> None:
-        """Look nowhere yet for the feeders of this job, at most `highest`."""
+        """Look nowhere yet.
+
+        Args:
+            run_path: the run directory.
+            job_id: of the job that is fed.
+            key: the secret.
+            highest: number of feeders, at most.
+            tls: of this node, None if it has no certificate of the cluster.
+        """
         self.highest = highest
         self._files, self._name = Files(run_path), addresses_file(job_id)
         self._key, self._tls = key, tls
@@ -211,7 +233,12 @@ class FeedersOnNodes:
         self._next_look = 0.0
 
     def names(self) -> Sequence[str]:
-        """Return the addresses of the present ones."""
+        """Return the addresses of the present ones.
+
+        Raises:
+            StorageError: the run directory cannot be read.
+            ValueError: the file is damaged.
+        """
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if self._files.exists(self._name):

@@ -195,7 +195,11 @@ class Reader:
         self._lock = threading.Lock()
 
     def check(self, file: File) -> tuple[Any, str]:
-        """Check once that a file is unchanged; return its file system and its path there."""
+        """Check once that a file is unchanged; return its file system and its path there.
+
+        Raises:
+            DataError: it has changed, or was removed.
+        """
         fs, path = filesystem_of(file.path, self.options)
         if file not in self._checked:
             try:
@@ -249,7 +253,14 @@ class RangedFile(io.RawIOBase):
     """A file of which one range is fetched in advance, in one request; the rest on demand."""
 
     def __init__(self, reader: Reader, file: File, start: int, stop: int) -> None:
-        """Fetch the range; `reader` counts the bytes."""
+        """Fetch the range.
+
+        Args:
+            reader: reads the file, and counts the bytes.
+            file: the file.
+            start: offset of the range, in bytes.
+            stop: end of the range, exclusive.
+        """
         super().__init__()
         self._reader = reader
         self._file = file

@@ -84,6 +84,11 @@ class Gather(Node):
     memory: int = MEMORY_BYTES
 
     def stream(self) -> Iterator[Batch]:
+        """Yield all rows in order.
+
+        Raises:
+            UsageError: they do not fit in memory, or lack a column.
+        """
         tables = [gathered(parent, self.name, self.memory) for parent in self.parents]
         yield from self.work(*tables)
 
@@ -94,7 +99,11 @@ class Gather(Node):
 
 
 def gathered(node: Node, what: str, memory: int) -> Any:
-    """Return all rows of a node as one table; UsageError if they need more memory."""
+    """Return all rows of a node as one table.
+
+    Raises:
+        UsageError: they need more than `memory` bytes.
+    """
     found, size = [], 0
     for batch in node.stream():
         table = to_table(batch)

@@ -65,9 +65,14 @@ class DataIterator:
     ) -> None:
         """Read nothing yet.
 
-        `table` returns the rows, `place` rank and number of ranks, asked when a pass starts, and
-        `over` a dataset of the rows of a node. `pads`: have as many batches on each rank, where
-        each is followed by a collective.
+        Args:
+            table: returns the rows.
+            place: returns the rank, and the number of ranks; called when a pass starts.
+            over: returns a dataset of the rows of a node.
+            max_ranks: maximum number of ranks.
+            feeders: makes a source of processes that compute batches ahead, for this rank.
+            memory: bytes for rows that are read ahead to be shuffled.
+            pads: have as many batches on each rank, where each is followed by a collective.
         """
         self._table_of = table
         self._place = place
@@ -278,7 +283,13 @@ class DataIterator:
     def _batches(
         self, size: int, *, drop_last: bool = False, whole: bool = False
     ) -> Iterator[Batch]:
-        """Yield this rank's batches, or those of all, from the position that was loaded."""
+        """Yield this rank's batches, from the position that was loaded, if one was.
+
+        Args:
+            size: rows of a batch.
+            drop_last: leave out the last one, if it is not full.
+            whole: yield those of all ranks, on each rank.
+        """
         if self._pass is not None:  # The pass before was left early: this is the next one.
             self._begin_at(self._epoch + 1)
         left = self._left_now()
@@ -327,7 +338,11 @@ class Collate:
     """Converts a batch to what the training loop receives."""
 
     def __init__(self, given: Callable[[Any], Any] | None, dtypes: Any, device: Any) -> None:
-        """Store the arguments of `iter_torch_batches`."""
+        """Store the arguments of `iter_torch_batches`.
+
+        Raises:
+            UsageError: both a function and the types of the tensors that it is to make.
+        """
         if given is not None and dtypes is not None:
             raise UsageError(
                 f"iter_torch_batches: dtypes={dtypes!r} is for batches without collate_fn, which "

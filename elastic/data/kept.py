@@ -32,8 +32,15 @@ FOLDER = "data"
 def table_of_run(node: Node, name: str, run: Files, *, writes: bool) -> Table | None:
     """Return the table that a run trains with, recorded at the first start of the run.
 
-    Who does not write returns None if there is no record yet. DataError if the run was started with
-    other files.
+    Args:
+        node: the dataset as given now.
+        name: of the dataset, in the run.
+        run: the run directory.
+        writes: False to return None if there is no record yet.
+
+    Raises:
+        DataError: the run was started with other files.
+        StorageError: the run directory cannot be read or written.
     """
     path = f"{FOLDER}/{name}.json"
     sources = _sources_of(node)

@@ -361,6 +361,9 @@ def _types_of(node: Node) -> dict[str, Any]:
     """Return the types of a node's columns by name, as its first rows have them; or none.
 
     Functions are tried as in `_types_in`, and no query is executed a second time.
+
+    Raises:
+        StorageError: the rows cannot be read.
     """
     for one in nodes_of(node):
         if isinstance(one, Apply) and _is_costly(one.operation):
@@ -493,7 +496,11 @@ def _nearby(node: Node, files: Files, folder: str) -> Part:
 
 
 def write_part(batches: Iterator[Batch], files: Files, folder: str) -> Part:
-    """Write rows to parquet files in a folder, for random access."""
+    """Write rows to parquet files in a folder, for random access.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
     for left in files.list(f"{folder}/*.parquet"):  # By an attempt that was killed.
         files.delete(left)
     numbers = itertools.count()

@@ -218,7 +218,8 @@ def check_schema(
 ) -> None:
     """Refuse a file whose columns differ from those of the first, but for those without a value.
 
-    `casts` may have any type. The DataError names the file and the column.
+    `before` is the first file and its schema. Of `columns` None is for all; `casts` may have any
+    type. The DataError names the file and the column.
     """
     first, expected = before
     twice = [name for name in found.names if found.names.count(name) > 1]

@@ -70,7 +70,13 @@ class Rows:
         return self.get(epoch, places, self._following(epoch, places))
 
     def get(self, epoch: int, places: Any, ahead: Wanted = ()) -> Batch:
-        """Return rows of an epoch by their places; `ahead` will be requested next."""
+        """Return rows of an epoch.
+
+        Args:
+            epoch: the pass over the data.
+            places: numbers from 0 to N - 1.
+            ahead: what will be requested next.
+        """
         feeders = self._feeders
         if feeders is None:
             return self.compute(epoch, places)

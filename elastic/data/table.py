@@ -94,9 +94,12 @@ class Table:
         return self.shuffle and size <= SMALL_BYTES and self.rows <= SMALL_ROWS
 
     def lanes(self, num_lanes: int, micro_batch_size: int, memory: int = SHUFFLE_BYTES) -> Lanes:
-        """Return the order of its rows, for V lanes.
+        """Return the order of its rows.
 
-        The memory is for the windows of all lanes, two for each: the present and the next.
+        Args:
+            num_lanes: V, micro-batches of a step.
+            micro_batch_size: rows of a micro-batch.
+            memory: bytes for the windows of all lanes, two for each: the present and the next.
         """
         window = 1
         if self.shuffle and not self.is_small and self.blocks:

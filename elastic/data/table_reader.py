@@ -57,7 +57,12 @@ class TableReader:
         return sum(reader.bytes_read for reader in self._readers.values())
 
     def gather(self, epoch: int, places: Any) -> Gathered:
-        """Return the rows at these places of an epoch, before any operation."""
+        """Return the rows at these places of an epoch, before any operation.
+
+        Args:
+            epoch: the pass over the data.
+            places: numbers from 0 to N - 1.
+        """
         order = self._order(epoch)
         found = order.find(np.asarray(places, np.int64))
         block, row = found.block, found.row

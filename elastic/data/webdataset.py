@@ -139,8 +139,13 @@ Coder = Callable[[dict[str, Any]], dict[str, Any]]
 def coders_of(given: Any, default: Callable[..., dict[str, Any]]) -> list[Coder]:
     """Return the functions that `decoder=` or `encoder=` names.
 
-    True is the default, and the name of a form, such as "PIL", an argument of it; None is none.
-    Others are functions of a sample.
+    Args:
+        given: True for the default, None or False for none, the name of a form, such as "PIL", a
+            function of a sample, or several of these.
+        default: takes a sample, and `form`.
+
+    Raises:
+        UsageError: it is none of these.
     """
     several = given if isinstance(given, (list, tuple)) else [given]
     found: list[Coder] = []

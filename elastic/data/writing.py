@@ -124,6 +124,9 @@ def writing_to(
 
     Files that are replaced are deleted once the block has written all: it may read from them. If it
     fails, what it has written is deleted.
+
+    Raises:
+        UsageError: an argument is unknown, or there are files and must not be.
     """
     filesystem, mode = others.pop("filesystem", None), others.pop("mode", SaveMode.APPEND)
     provider = others.pop("filename_provider", None)
@@ -257,7 +260,11 @@ def write_partitions(
     columns: Sequence[str],
     options: Mapping[str, Any],
 ) -> None:
-    """Write rows to parquet files in folders of the values of columns, such as "year=2024/"."""
+    """Write rows to parquet files in folders of the values of columns, such as "year=2024/".
+
+    Raises:
+        UsageError: there is no such column.
+    """
     files, rows_per_file = target.files, target.rows_per_file
     dataset = __import__("pyarrow.dataset").dataset
     tables = _row_groups(batches)
@@ -344,7 +351,11 @@ def _in_pieces(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def json_of(row: Mapping[str, Any]) -> str:
-    """Return a row as a JSON object: bytes as texts, times too, and null for NaN."""
+    """Return a row as a JSON object: bytes as texts, times too, and null for NaN.
+
+    Raises:
+        UsageError: a column holds bytes that are no text.
+    """
     try:
         return json.dumps(row, default=_as_json, allow_nan=False)
     except ValueError:  # Of a NaN, or of bytes.

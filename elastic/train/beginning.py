@@ -59,14 +59,20 @@ def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
 def begin_here(plan: RunPlan) -> dict[str, str]:
     """Claim the directory of a run in this process; return the fields of `LocalRun` that it sets.
 
-    NameTaken if the directory exists, and is not to be resumed.
+    Raises:
+        NameTaken: the directory exists, and is not to be resumed.
+        StorageError: it cannot be created.
     """
     with announced(plan, job_of=lambda job_id: None) as begun:
         return _fields(plan, plan.job_id, begun.resume_from)
 
 
 def begin_again(plan: RunPlan) -> dict[str, str]:
-    """Continue in the directory of a run whose processes torchrun has restarted."""
+    """Continue in the directory of a run whose processes torchrun has restarted.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
     run = RunDirectory(plan.run_path)
     record = read_run(run.files)
     found = newest_valid(run, print_stderr)

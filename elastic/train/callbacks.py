@@ -37,7 +37,12 @@ class CallbackRunner:
     """Calls the callbacks of one attempt; used by the driver's thread."""
 
     def __init__(self, callbacks: Sequence[UserCallback], run_context: TrainRunContext) -> None:
-        """Prepare the runner; `begin` skips the reports of earlier attempts."""
+        """Prepare the runner; `begin` skips the reports of earlier attempts.
+
+        Args:
+            callbacks: if empty, nothing is read.
+            run_context: of the run.
+        """
         self._callbacks, self._context = callbacks, run_context
         self._run = RunDirectory(run_context.path)
         self._readers: dict[int, MetricsReader] = {}

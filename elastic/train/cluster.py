@@ -164,7 +164,11 @@ def init(
 def _there(
     address: str | None, token_file: str | Path | None, tls_dir: str | Path | None
 ) -> tuple[str, Access]:
-    """Return address and access of an existing cluster, "" for a new one."""
+    """Return address and access of an existing cluster, "" for a new one.
+
+    Raises:
+        UsageError: one is requested, and none is known.
+    """
     if address == "local":
         return "", Access()
     named = os.environ.get("ELASTIC_COORD", "") if address in (None, "auto") else address
@@ -213,7 +217,11 @@ def shutdown() -> None:
 
 
 def connected() -> ClusterConnection:
-    """Return the cluster that this process is connected to; else a UsageError."""
+    """Return the cluster that this process is connected to.
+
+    Raises:
+        UsageError: it is connected to none, or is a worker.
+    """
     if _cluster is None:
         raise UsageError("no cluster is connected: call elastic.init() first, in the script")
     return _cluster
@@ -276,7 +284,9 @@ def _total(view: ClusterView) -> dict[str, float]:
 def require_cluster(min_workers: int, max_workers: int) -> ClusterConnection:
     """Return the cluster; start one with enough workers if there is none, or it is too small.
 
-    UsageError if this script has started one in which the job would wait for ever.
+    Raises:
+        UsageError: this script has started a cluster in which the job would wait for ever.
+        Unavailable: the cluster did not start, or has ended.
     """
     env: Mapping[str, str] = {}
     if _cluster is not None and 0 < _cluster.num_workers < min_workers:
@@ -316,7 +326,12 @@ def _runs_something(cluster: ClusterConnection) -> bool:
 def check_fits(spec: JobSpec, nodes: Sequence[Node]) -> None:
     """Refuse a run that would wait for ever on this script's own cluster, whose size is fixed.
 
-    Without nodes, as while its agent reconnects, that is unknown.
+    Args:
+        spec: the run.
+        nodes: of the cluster; empty, as while its agent reconnects, means unknown.
+
+    Raises:
+        UsageError: names what is missing.
     """
     if reason := explain_misfit(spec, nodes):
         raise UsageError(

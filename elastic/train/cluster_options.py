@@ -29,7 +29,12 @@ WITHOUT_EFFECT = frozenset({
 
 
 def check_unknown(rest: Mapping[str, Any]) -> None:
-    """Refuse arguments that Ray has not either, and those that would change a script's meaning."""
+    """Refuse unknown arguments, and those that would change the meaning of a script.
+
+    Raises:
+        UsageError: `local_mode`.
+        TypeError: the argument is unknown to Ray, too.
+    """
     for name in rest:
         if name == "local_mode":
             raise UsageError(
@@ -43,7 +48,11 @@ def check_unknown(rest: Mapping[str, Any]) -> None:
 def offered(
     num_cpus: float | None, num_gpus: float | None, resources: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the resources that the script's own cluster offers, {} for those detected."""
+    """Return the resources that the script's own cluster offers, {} for those detected.
+
+    Raises:
+        ConfigError: an amount is invalid; names it.
+    """
     amounts: dict[str, float] = {}
     for name, value in (resources or {}).items():
         if not isinstance(name, str) or not is_number(value) or value < 0:
@@ -76,7 +85,9 @@ def slots(num_workers: int | None, amounts: Mapping[str, float]) -> int:
 def worker_env(runtime_env: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the variables for all workers of a script.
 
-    UsageError if there are unsupported keys; the message names the alternative.
+    Raises:
+        ConfigError: it is no mapping, or its variables are not text.
+        UsageError: it has unsupported keys; the message names the alternative.
     """
     if runtime_env is None:
         return {}

@@ -36,7 +36,12 @@ def write_dict(data: Mapping[str, Any], directory: Path) -> None:
 
 
 def read_dict(directory: Path) -> dict[str, Any]:
-    """Return the dict that a directory holds; tensors are on the CPU."""
+    """Return the dict that a directory holds; tensors are on the CPU.
+
+    Raises:
+        UsageError: it holds none.
+        StorageError: it cannot be read.
+    """
     import torch
 
     if not (directory / DICT_FILE).is_file():

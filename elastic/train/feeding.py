@@ -35,7 +35,17 @@ class FeederSecret:
 
 
 def feeders_of(spec: JobSpec, job_id: JobId, config: DataConfig, secret: FeederSecret) -> JobSpec:
-    """Return the job of the feeders of another job; the secret is known to both."""
+    """Return the job of the feeders of another job.
+
+    Args:
+        spec: the job that is fed.
+        job_id: of the feeders' job.
+        config: their number, and the resources of each.
+        secret: known to both jobs.
+
+    Raises:
+        ConfigError: the resources are not valid.
+    """
     from elastic.worker.process.entry import pack
 
     place = {"run_path": spec.run_path, "job_id": spec.job_id, "secret": secret}

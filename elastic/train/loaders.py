@@ -147,7 +147,11 @@ def _check_plain(loader: DataLoader[Any]) -> None:
 
 
 def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:
-    """Return how streams are cut, "" to choose a way that is always right."""
+    """Return how streams are cut, "" to choose a way that is always right.
+
+    Raises:
+        UsageError: the way is unknown, or the dataset is not iterable.
+    """
     names = [one.value for one in StreamCut]
     if streams is not None and (streams not in names or not is_iterable):
         what = "the dataset is none to be iterated over" if not is_iterable else "no such way"
@@ -161,9 +165,15 @@ def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:
 def num_micro_batches(
     context: WorkerContext, size: int | None, global_batch_size: int | None
 ) -> int:
-    """Return V, the micro-batches of a step, by the size of the largest group.
+    """Return V, the micro-batches of a step.
 
-    UsageError if the global batch size is no multiple of a micro-batch's, or is too small.
+    Args:
+        context: has the size of the largest group.
+        size: samples of a micro-batch, None if the loader has no batch size.
+        global_batch_size: samples of a step, None for the default.
+
+    Raises:
+        UsageError: the global batch size is no such multiple, or is too small.
     """
     if global_batch_size is None:
         return context.max_workers
@@ -210,10 +220,16 @@ class PreparedLoader:
         streams: StreamCut | str | None = None,
         weigh: Weigh | None = None,
     ) -> None:
-        """Wrap a loader, whose samples `deals` splits over the ranks; see `prepare_data_loader`.
+        """Wrap a loader.
 
-        Batches stay where they are without a device. `streams` is how an iterable dataset is cut,
-        "" to choose; None for others.
+        Args:
+            loader: the user's.
+            device: where to move batches, None to leave them.
+            non_blocking: do not wait for copies out of pinned memory.
+            deals: split the samples over the ranks; otherwise the loader does so itself.
+            num_micro_batches: V, of a step.
+            streams: how an iterable dataset is cut into streams, "" to choose; None for others.
+            weigh: returns the weight of a micro-batch in its step.
         """
         self._weigh = weigh
         self._streams = streams

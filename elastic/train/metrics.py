@@ -48,7 +48,11 @@ def as_reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return metrics that are a mapping."""
+    """Return metrics that are a mapping.
+
+    Raises:
+        UsageError: they are something else.
+    """
     if not isinstance(metrics, Mapping):
         raise UsageError(
             f"train.report: metrics is a {type(metrics).__name__}, expected a dict such as "

@@ -80,6 +80,9 @@ def check_size(context: WorkerContext, scaling: ScalingConfig) -> None:
 
     A command line may choose another size than its script; a function's job has a size that was not
     chosen for the trainer in it, which would silently train on one worker.
+
+    Raises:
+        UsageError: the function is to be replaced by the trainer itself.
     """
     if context.entry_kind is not EntryKind.FUNCTION:
         return

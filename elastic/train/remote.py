@@ -157,7 +157,11 @@ def _replace(value: Any, **changes: Any) -> Any:
 def call(
     function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], key: bytes
 ) -> Any:
-    """Call a function on a worker; return its value in a JSON-serializable form."""
+    """Call a function on a worker; return its value in a JSON-serializable form.
+
+    Raises:
+        UsageError: its value cannot be pickled, or is too large.
+    """
     import cloudpickle
 
     value = function(*args, **named)
@@ -194,7 +198,11 @@ def _code(key: bytes, pickled: bytes) -> str:
 
 
 def value_of(ref: ObjectRef, text: str) -> Any:
-    """Return the value of a call, which is unpickled only if its HMAC matches."""
+    """Return the value of a call, which is unpickled only if its HMAC matches.
+
+    Raises:
+        UsageError: the value is not from this call.
+    """
     parsed = json.loads(text) if text else None
     if not (isinstance(parsed, dict) and PICKLE in parsed):
         return parsed

@@ -167,12 +167,23 @@ def read_history(run_path: str) -> list[dict[str, Any]]:
 
 
 def committed_in(run_path: str) -> tuple[CheckpointRecord, ...]:
-    """Return the committed checkpoints in a run directory, of all attempts, oldest first."""
+    """Return the committed checkpoints in a run directory, of all attempts, oldest first.
+
+    Args:
+        run_path: the run directory, "" for none.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
     return RunDirectory(run_path).records() if run_path else ()
 
 
 def kept_of(job: JobRecord) -> tuple[CheckpointRecord, ...]:
-    """Return the kept checkpoints of a job's run, including those of its earlier attempts."""
+    """Return the kept checkpoints of a job's run, including those of its earlier attempts.
+
+    Raises:
+        StorageError: the run directory cannot be read.
+    """
     spec = job.spec
     run = RunDirectory(spec.run_path)
     jobs = run.jobs()
@@ -211,9 +222,14 @@ def result_of(
 ) -> Result:
     """Build a result from the run directory and the outcome of the run.
 
-    The checkpoints are those recorded and kept, oldest first; automatic ones are ordered
-    separately. `returned` is JSON. `best_checkpoints` are ordered by the score attribute, "" for by
-    age.
+    Args:
+        run_path: the run directory.
+        checkpoints: recorded and kept, oldest first; automatic ones are ordered separately.
+        returned: JSON of rank 0's return value, "" for none.
+        error: why the run failed.
+        goodput: where the time of its workers went, if that is known.
+        score_attribute: metric by which `best_checkpoints` are ordered, "" for by age.
+        score_order: "max" or "min" is best.
     """
     history = read_history(run_path) if run_path else []
     metrics = history[-1]["metrics"] if history else None

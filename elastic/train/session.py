@@ -47,7 +47,14 @@ VALIDATION_POLL_S = 0.5
 
 
 def require_context(what: str) -> WorkerContext:
-    """Return the worker's context; the UsageError names the call that needs it."""
+    """Return the worker's context.
+
+    Args:
+        what: the call that needs it, for the error.
+
+    Raises:
+        UsageError: this process does not run a train function.
+    """
     context = train_call.current()
     if context is None:
         raise UsageError(
@@ -59,13 +66,27 @@ def require_context(what: str) -> WorkerContext:
 
 
 def require_place(what: str) -> WorkerContext:
-    """Return the worker's context in a group, which a worker that is ahead of it joins first."""
+    """Return the worker's context in a group; a worker that is ahead of its group joins it first.
+
+    Args:
+        what: the call that needs it, for the error.
+
+    Raises:
+        UsageError: this process does not run a train function.
+    """
     context = require_context(what)
     return context.join() if context.join is not None else context
 
 
 def require_engine(what: str) -> StepEngine:
-    """Return the step engine of the train function that runs; else a UsageError."""
+    """Return the step engine of the train function that runs.
+
+    Args:
+        what: the call that needs it, for the error.
+
+    Raises:
+        UsageError: this process does not run a train function, or runs it without one.
+    """
     require_context(what)
     engine = current_engine()
     if engine is None:
@@ -214,7 +235,11 @@ def _requested(
     checkpoint: Checkpoint | None,
     validation: bool | ValidationTaskConfig,
 ) -> str:
-    """Return the request to validate a checkpoint, "" for none."""
+    """Return the request to validate a checkpoint, "" for none.
+
+    Raises:
+        UsageError: there is no checkpoint, or no validation function.
+    """
     if validation is False:
         return ""
     from elastic.train.validation import request_of

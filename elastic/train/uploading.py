@@ -22,10 +22,18 @@ def bring(
     upload: UploadFunction | None,
     validation: str = "",
 ) -> DeliveredParts:
-    """Return this rank's part of a checkpoint; see `train.report` for the arguments.
+    """Return this rank's part of a checkpoint.
 
-    UsageError if one is of another type, or two contradict each other; StorageError if a checkpoint
-    in other storage cannot be copied to this machine.
+    Args:
+        checkpoint: with this rank's files.
+        mode: see `train.report`.
+        delete_local: whether its directory is deleted afterwards; None: only with ASYNC.
+        upload: the user's upload function, None for ours.
+        validation: the validation request, "" for none.
+
+    Raises:
+        UsageError: an argument is of another type, or two arguments contradict each other.
+        StorageError: a checkpoint in other storage cannot be copied to this machine.
     """
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(

@@ -127,8 +127,10 @@ class Controller:
     def run(self) -> None:
         """Propose, run and judge trials until the study is done.
 
-        At Ctrl-C, a KeyboardInterrupt, all trials were stopped; those that can were saved first.
-        UsageError if the trials' reports or their resources are not usable.
+        Raises:
+            KeyboardInterrupt: Ctrl-C: all trials were stopped; those that can were saved first.
+            UsageError: the trials' reports or their resources are not usable.
+            ElasticError: the cluster does not reply, or the log cannot be written.
         """
         with InterruptHandler() as ctrl_c, self._view:
             try:

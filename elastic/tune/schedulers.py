@@ -111,7 +111,11 @@ class TrialScheduler:
         trial: Trial,
         judge: Callable[[TrialProgress, Sequence[TrialProgress]], Decision[TrialDecision]],
     ) -> Decision[TrialDecision]:
-        """Judge by a policy; a report without the metric changes nothing."""
+        """Judge by a policy; a report without the metric changes nothing.
+
+        Raises:
+            ConfigError: the report lacks the time_attr.
+        """
         newest = trial.reports[-1]
         if number_of(newest.value(self.time_attr)) is None:
             raise ConfigError(

@@ -259,7 +259,13 @@ def combinations(space: Any) -> Iterator[dict[Path, Any]]:
 
 
 def draw(space: Any, random: Random, chosen: Mapping[Path, Any]) -> Any:
-    """Return a config: grids as chosen, domains drawn, then functions called, in order of keys."""
+    """Return a config: grids as chosen, domains drawn, then functions called.
+
+    Args:
+        space: a validated space.
+        random: source of the draws, which are in the order of the keys.
+        chosen: path -> value, for each grid.
+    """
     config = _drawn(space, random, chosen, ())
     for path, part in list(leaves(config)):
         if isinstance(part, Domain) and part.call is not None:

@@ -35,7 +35,18 @@ def next_run(trial: Trial) -> str:
 
 
 def take_newest(run_path: str, target: str) -> Taken | None:
-    """Copy the newest reported checkpoint of a run, under its name; return that, None for none."""
+    """Copy the newest reported checkpoint of a run.
+
+    Args:
+        run_path: the run directory.
+        target: directory in which the copy is created, with the checkpoint's name.
+
+    Returns:
+        The copy, None if the run has reported no checkpoint.
+
+    Raises:
+        StorageError: a file cannot be read or written.
+    """
     found = RunDirectory(run_path).reported()
     if not found:
         return None

@@ -90,7 +90,9 @@ class Trainable:
 def steps(kind: type[Trainable], every: int) -> Callable[..., None]:
     """Return a function that runs a trial of a class.
 
-    There are so many steps between two checkpoints; 0 for those that its results ask for.
+    Args:
+        kind: the class.
+        every: steps between two checkpoints; 0 for those that its results ask for.
     """
 
     def run(config: dict[str, Any], **parameters: Any) -> None:
@@ -124,7 +126,10 @@ def steps(kind: type[Trainable], every: int) -> Callable[..., None]:
 def checkpoints_every(kind: type[Trainable], frequency: int | None, at_end: bool | None) -> int:
     """Return the steps between two checkpoints: each one by default, if the class saves any.
 
-    The newest is always kept, so that it is there whenever the trial is stopped.
+    Args:
+        kind: the class.
+        frequency: of the user; None for the default, 0 for none.
+        at_end: the newest is always kept, so that it is there whenever the trial is stopped.
     """
     if kind.save_checkpoint is Trainable.save_checkpoint:
         return 0

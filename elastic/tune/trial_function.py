@@ -65,7 +65,11 @@ def with_resources(trainable: Callable[..., Any], resources: Any) -> TrialFuncti
 
 
 def as_trainable(trainable: Any) -> TrialFunction:
-    """Return a function as a `TrialFunction`."""
+    """Return a function as a `TrialFunction`.
+
+    Raises:
+        UsageError: it is not a function.
+    """
     if isinstance(trainable, TrialFunction):
         return trainable
     if isinstance(trainable, type):
@@ -84,7 +88,11 @@ def as_trainable(trainable: Any) -> TrialFunction:
 
 
 def parameters_of(trainable: TrialFunction) -> bytes:
-    """Return a trainable's further arguments as a pickle."""
+    """Return a trainable's further arguments as a pickle.
+
+    Raises:
+        UsageError: they cannot be pickled.
+    """
     try:
         return bytes(cloudpickle.dumps(dict(trainable.parameters)))
     except Exception as error:

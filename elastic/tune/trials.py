@@ -59,7 +59,12 @@ class Recipe:
         self._stored: tuple[str, str] | None = None
 
     def store(self) -> None:
-        """Write the parameters that all trials share, once per study."""
+        """Write the parameters that all trials share, once per study.
+
+        Raises:
+            StorageError: the file cannot be written.
+            UsageError: the parameters cannot be pickled.
+        """
         if isinstance(self._trainable, TrialFunction) and self._trainable.parameters:
             Files(self._path).write(PARAMETERS, parameters_of(self._trainable))
             self._stored = (self._path, PARAMETERS)

@@ -255,9 +255,15 @@ class Fit:
     ) -> None:
         """Log the averages of the whole step in Lightning, and keep the step's gradients.
 
-        `logged` is by this worker; `sums` has how many micro-batches have logged a name, and under
-        "" all of them; nothing of a step that others did. UsageError if not all have logged the
-        same names.
+        Args:
+            logged: by this worker, in its micro-batches of the step.
+            averages: by name.
+            sums: micro-batches that have logged a name, by name, and under "" all of them;
+                nothing of a step that others did.
+            samples: of the step.
+
+        Raises:
+            UsageError: not all micro-batches have logged the same names.
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         for name, count in sums.items():

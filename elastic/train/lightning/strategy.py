@@ -111,7 +111,11 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
             count_in_steps(trainer, self._accumulated)
 
     def setup(self, trainer: Trainer) -> None:
-        """Build module and optimizers, and refuse what this strategy cannot train."""
+        """Build module and optimizers, and refuse what this strategy cannot train.
+
+        Raises:
+            UsageError: manual optimization, or several optimizers.
+        """
         for text in NOT_HERE:
             warnings.filterwarnings("ignore", message=text)
         module = trainer.lightning_module

@@ -111,7 +111,11 @@ class StreamLoader:
             self._begins = set(range(*self._order.held))
 
     def next(self) -> MicroBatch:
-        """Return the next micro-batch; behind the end of its stream one with a count of 0."""
+        """Return the next micro-batch; behind the end of its stream one with a count of 0.
+
+        Raises:
+            Exception: what the dataset or the collate_fn raised, as DataLoader raises it.
+        """
         try:
             value, found = self._feed.take()
         except BaseException:

@@ -76,7 +76,11 @@ SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: EngineSteps) -> None:
-    """Replace `step` and `zero_grad` of this very optimizer; schedulers may be made at any time."""
+    """Replace `step` and `zero_grad` of this very optimizer; schedulers may be made at any time.
+
+    Raises:
+        UsageError: it is none, or prepared already.
+    """
     needed = ("param_groups", "state", "zero_grad", "state_dict", "load_state_dict")
     if not all(hasattr(optimizer, name) for name in needed):
         raise UsageError(
@@ -145,7 +149,11 @@ def _bare(cls: Any) -> Any:
 
 
 def adopt_scheduler(scheduler: Any, steps: EngineSteps) -> None:
-    """Replace `step` of this very scheduler, by giving it a class of its own."""
+    """Replace `step` of this very scheduler, by giving it a class of its own.
+
+    Raises:
+        UsageError: it is no scheduler, or prepared already.
+    """
     if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
         raise UsageError(
             f"prepare_scheduler: a {type(scheduler).__name__} has no step, state_dict and "

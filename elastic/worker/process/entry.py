@@ -183,14 +183,22 @@ def _function_call(entry: Entry) -> EntryCall:
 
 
 def call_with_config(function: Callable[..., Any], config: Any) -> Any:
-    """Call a train function with its config, or without if it takes no argument."""
+    """Call a train function with its config, or without if it takes no argument.
+
+    Raises:
+        UsageError: it needs more than one argument.
+    """
     if not takes_config(function):
         return function()
     return function({} if config is None else config)
 
 
 def takes_config(function: Callable[..., Any]) -> bool:
-    """Return whether a train function is called with its config, rather than with nothing."""
+    """Return whether a train function is called with its config, rather than with nothing.
+
+    Raises:
+        UsageError: it needs more than one argument.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -256,6 +264,9 @@ def _module_files(entry: Entry) -> list[Path]:
     """Return the files of the module that is run, or of its whole package.
 
     No package is imported: packages may read their rank.
+
+    Raises:
+        UsageError: its first part is not there.
     """
     try:
         places = places_of(entry.target)

@@ -109,7 +109,9 @@ class LocalRun:
 def run_local(function: Callable[..., Any], run: LocalRun) -> LocalOutcome:
     """Call a train function here; what it raises is raised, except for `sys.exit(0)`.
 
-    UsageError if an accelerator is asked for and there is none.
+    Raises:
+        UsageError: an accelerator is asked for and there is none.
+        StorageError: the run directory cannot be read or written.
     """
     with local_context(run) as context:
         try:
@@ -213,7 +215,12 @@ class NoNextGroup:
 
 @contextmanager
 def local_context(run: LocalRun) -> Iterator[WorkerContext]:
-    """Be the context of this process for the time of the `with` block."""
+    """Be the context of this process for the time of the `with` block.
+
+    Raises:
+        UsageError: an accelerator is asked for and there is none.
+        StorageError: the run directory cannot be read.
+    """
     with local_group(run):
         engine = StepEngine(NoNextGroup())
         engine.configure(run.options)

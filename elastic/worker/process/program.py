@@ -120,7 +120,11 @@ def _store_for_children(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _open_store(host: str, ports: PortRange) -> dist.TCPStore:
-    """Return torch's own store, on this address alone: what a program for torchrun connects to."""
+    """Return torch's own store, on this address alone: what a program for torchrun connects to.
+
+    Raises:
+        GroupError: this machine does not have the address, or no port of the range is free.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)

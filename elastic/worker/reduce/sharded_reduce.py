@@ -386,7 +386,11 @@ class Padding:
         self._left = most - (last - first) if self._reducer is not None else 0
 
     def pad(self, batch: MicroBatch) -> MicroBatch | None:
-        """Return a copy that counts nothing if one is owed; `take` then gives this one again."""
+        """Return a copy that counts nothing if one is owed; `take` then gives this one again.
+
+        Raises:
+            UsageError: it cannot be copied.
+        """
         if not self._left or self._reducer is None:
             return None
         self._left, self._kept = self._left - 1, batch

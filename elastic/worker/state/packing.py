@@ -59,7 +59,11 @@ Equal traces have the same tensors in the same places; values beside them are no
 
 
 def split_and_trace(state: Any) -> tuple[Any, list[torch.Tensor], Trace]:
-    """Split a state as `split` does, and return its trace too: the training loop waits for this."""
+    """Split a state as `split` does, and return its trace too: the training loop waits for this.
+
+    Raises:
+        UsageError: it holds something that cannot be sent, naming where.
+    """
     tensors: list[torch.Tensor] = []
     trace: Trace = []
     try:

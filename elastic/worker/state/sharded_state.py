@@ -254,7 +254,11 @@ def with_held(skeleton: bytes, held: Held) -> bytes:
 
 
 def without_held(text: bytes) -> tuple[bytes, Held | None]:
-    """Return a skeleton as `with_held` got it, and the rows beside it; None for all."""
+    """Return a skeleton as `with_held` got it, and the rows beside it; None for all.
+
+    Raises:
+        Exception: these are no such bytes.
+    """
     found = torch.load(io.BytesIO(text), weights_only=True)
     if found[0] != WITH_HELD:
         return text, None
