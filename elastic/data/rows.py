@@ -156,4 +156,5 @@ class LaneOrder(OrderedSampler):
         return range(epoch * self._size, (epoch + 1) * self._size)
 
     def print(self, epoch: int) -> int:
+        """Return a 32-bit fingerprint of an epoch's order."""
         return derive(self._lanes.fingerprint, epoch) & 0xFFFFFFFF

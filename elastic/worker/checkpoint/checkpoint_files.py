@@ -333,9 +333,9 @@ def read_tensors(
 ) -> list[torch.Tensor]:
     """Return all tensors of a checkpoint, by number, after every byte that was read was checked.
 
-    Of some tensors only the rows that are `wanted` are read: memory is taken for those alone, and a
-    part that has none of them is not read. StorageError if a file cannot be read; ValueError, by
-    name, if it is not what was written, or parts are missing.
+    Of some tensors, by number, only the rows that are `wanted` are read: memory is taken for those
+    alone, and a part that has none of them is not read. StorageError if a file cannot be read;
+    ValueError, by name, if it is not what was written, or parts are missing.
     """
     wanted = wanted or {}
     tensors = [_empty(spec, wanted.get(spec.number)) for spec in manifest.specs]

@@ -28,8 +28,11 @@ AGAIN_S = 5.0
 def stay(engine: StepEngine, mine: bytes, entered: Callable[[tuple[bytes, ...]], None]) -> NoReturn:
     """Be in each group of the job until the process ends.
 
-    `entered` is called on rank 0 in each group, with what each member has given as `mine`, by rank;
-    again after a while if storage fails, since that is no reason to end.
+    Args:
+        engine: of this call of the train function.
+        mine: what the other members are to know of this one; not empty.
+        entered: called on rank 0 in each group, with everyone's, by rank; again after a while if
+            storage fails, since that is no reason to end.
     """
     groups = engine.groups
     groups.declare(in_place=True)

@@ -40,7 +40,16 @@ def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
 
 
 def share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
-    """Exchange bytes of these sizes; returns everyone's, by rank, and () if none has any."""
+    """Exchange bytes of any length; nothing is sent if none has any.
+
+    Args:
+        group: the process group that stands.
+        mine: ours.
+        sizes: how many each member has, by rank.
+
+    Returns:
+        Everyone's, by rank; empty if none has any.
+    """
     longest = max(sizes)
     if not longest or group.size() == 1:
         return ()

@@ -283,8 +283,11 @@ def modules_know(zeroed: Callable[[Iterable[torch.nn.Parameter]], None]) -> Iter
 def unprepared_refused(names: Mapping[int, str], is_stepping: Callable[[], bool]) -> Iterator[None]:
     """Let no optimizer step parameters of a prepared model that was not prepared itself.
 
-    Each rank would step by gradients of its own. While a prepared one `is_stepping`, one inside it
-    may do its work.
+    Each rank would step by gradients of its own.
+
+    Args:
+        names: of the parameters, by id.
+        is_stepping: a prepared optimizer steps; one inside it may do its work.
     """
 
     def check(optimizer: torch.optim.Optimizer, args: Any, named: Any) -> None:
