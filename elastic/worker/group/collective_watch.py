@@ -187,7 +187,7 @@ class CollectiveWatch:
             self._move()
             return beats + self._moves, 0
         stance = blocked_in_of(threading.main_thread())
-        runs = self._probe.has_run()
+        runs = self._probe.has_run() and not is_in_our_wait(threading.main_thread())
         waits = (
             stance is BlockedKind.SHARDING
             or (stance is BlockedKind.CALLED and not is_sharded)
@@ -216,6 +216,12 @@ def blocked_in_of(thread: threading.Thread) -> BlockedKind:
     if found is BlockedKind.ELSEWHERE and frame is not None and frame.f_code.co_filename in NATIVE:
         return BlockedKind.NATIVE
     return _elsewhere(frame) if found is BlockedKind.ELSEWHERE else found
+
+
+def is_in_our_wait(thread: threading.Thread) -> bool:
+    """Return whether a thread waits in torch's place, and runs bytecode for each slice of it."""
+    frame = thread_frames().get(thread.ident or 0)
+    return _outside_of_waits(frame) is not frame
 
 
 class IdleDetector:
