@@ -7,8 +7,8 @@ reads the whole table once, shuffled, with as many processes beside the consumer
 says. Prints rows per second over the epoch, the time to the first batch, and how much memory the
 consumer took on. All are read in turns, each in a process of its own.
 
-"Feeders on nodes" are as many processes, reached by TCP as those of `feeder_resources` are, without
-TLS on this one machine; they run before the epoch begins, as on nodes.
+"Feeders on nodes" are as many processes, reached by TCP as those of `feeder_resources` are; they
+run before the epoch begins, as on nodes.
 
 Ray Data is there if it is installed (bench/requirements-peers.txt): on a cluster of its own with a
 processor for each process, which is started once before the epoch, as its documents say for
@@ -43,9 +43,9 @@ PLACED = "elastic.data, feeders on nodes"
 RAY = "Ray Data"
 VARIANTS = ("DataLoader", "HF datasets + DataLoader", RAY, "elastic.data", PLACED)
 SERVE = """
-import json, sys
+import sys
 from elastic.data.feeder_network import FeederServer
-print(json.dumps(FeederServer("127.0.0.1", "secret").endpoint), flush=True)
+print(FeederServer("127.0.0.1", "secret").address, flush=True)
 sys.stdin.read()
 """
 BATCH = 128
@@ -89,7 +89,7 @@ def placed(run: Path, processes: int) -> Iterator[None]:
     try:
         path = run / addresses_file("bench")
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps([json.loads(one.stdout.readline()) for one in feeders]))
+        path.write_text(json.dumps([one.stdout.readline().strip() for one in feeders]))
         yield
     finally:
         for one in feeders:

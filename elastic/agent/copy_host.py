@@ -1,8 +1,5 @@
 """The agent's endpoint for copies of other nodes' snapshots: orders in, the held copies reported.
 
-An agent without a certificate of the cluster, which other nodes reach over a network, makes a
-self-signed one, and serves over TLS with that.
-
 Rule: threads of the server never touch the agent's machine; changes are posted to its event loop.
 """
 
@@ -14,11 +11,8 @@ from collections.abc import Callable
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.agent.local_snapshots import LocalSnapshots
-from elastic.core.copy_messages import CopyEndpoint, DropCopy, KeepCopy
+from elastic.core.copy_messages import DropCopy, KeepCopy
 from elastic.core.events.agent import CopiesChanged
-from elastic.runtime.own_tls import OwnCertificate
-from elastic.runtime.peer_tls import PeerTls
-from elastic.runtime.rpc import is_loopback
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
 
 
@@ -26,14 +20,13 @@ class CopyHost:
     """Holds copies for other nodes.
 
     Attributes:
-        endpoint: address and certificate fingerprint for them.
+        address: "host:port" for them, "" if no port could be bound.
     """
 
     def __init__(
         self,
         host: str,
         post: Callable[[CopiesChanged], None],
-        tls: PeerTls | None = None,
         *,
         own: LocalSnapshots | None = None,
         ports: PortRange = ANY_PORT,
@@ -43,16 +36,14 @@ class CopyHost:
         Args:
             host: this node's address for other nodes.
             post: receives the list of held copies, on the event loop.
-            tls: of this node, None if it has no certificate of the cluster.
             own: snapshots in this node's own memory, None for none.
             ports: the range of the port.
         """
         self._post = post
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = CopyStore(self._changed)
-        made = OwnCertificate() if tls is None and not is_loopback(host) else None
-        self._server = CopyServer(host, self._store, made or tls, own, ports)
-        self.endpoint = CopyEndpoint(self._server.address, made.fingerprint if made else "")
+        self._server = CopyServer(host, self._store, own, ports)
+        self.address = self._server.address
 
     def order(self, order: KeepCopy | DropCopy) -> None:
         """Carry out an order of the coordinator; on the event loop."""

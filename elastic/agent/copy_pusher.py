@@ -33,8 +33,6 @@ from elastic.core.policy.saving import SavingPlan, is_due
 from elastic.core.world import JobId
 from elastic.errors import ElasticError
 from elastic.runtime.copy_wire import PUSH, CopyRequest, calling, yield_to_training
-from elastic.runtime.peer_tls import PeerTls
-from elastic.runtime.secret_connection import lock_of
 from elastic.runtime.snapshot_memory import (
     HEADER,
     SnapshotMark,
@@ -75,11 +73,10 @@ class FoundSnapshot:
 class CopyPusher:
     """One task for each job that has an order; runs on the agent's event loop."""
 
-    def __init__(
-        self, arenas: Arenas, post: Callable[[PushFailed], None], tls: PeerTls | None = None
-    ) -> None:
-        """Push nothing yet. `post` receives failures; `tls` is None without a certificate."""
-        self._arenas, self._post, self._tls = arenas, post, tls
+    def __init__(self, arenas: Arenas, post: Callable[[PushFailed], None]) -> None:
+        """Push nothing yet; `post` receives failures."""
+        self._arenas = arenas
+        self._post = post
         self._tasks: dict[JobId, tuple[Replicate, asyncio.Task[None]]] = {}
         self._sockets: dict[JobId, socket.socket] = {}
         # Jobs whose newest snapshot is pushed again; a receiver that still has it keeps it.
@@ -182,12 +179,11 @@ class CopyPusher:
         began, begun = time.monotonic(), partial(self._begun, order)
         try:
             set_sent(descriptor, mark.number)
-            lock = lock_of(self._tls, order.address, order.fingerprint)
             with (
                 mmap.mmap(descriptor, HEADER + mark.num_bytes, prot=mmap.PROT_READ) as memory,
                 memoryview(memory) as everything,
                 everything[HEADER:] as body,
-                calling(order.address, tls=lock, begun=begun) as line,
+                calling(order.address, begun) as line,
             ):
                 request = CopyRequest(PUSH, order.job_id, mark, order.source)
 
@@ -195,7 +191,7 @@ class CopyPusher:
                     return mark.is_with(whole(os.pread(descriptor, HEADER, 0)))
 
                 if line.request(request, order.key).mark is None:  # Otherwise the receiver has it.
-                    if not line.send_body(body, is_whole):
+                    if not line.send_body(order.key, body, is_whole):
                         return False
                     line.read_answer(order.key)
                 known = self._tasks.get(order.job_id)

@@ -25,7 +25,6 @@ from elastic.runtime.copy_wire import (
     CopyRequest,
     yield_to_training,
 )
-from elastic.runtime.own_tls import ConnectionTls
 from elastic.runtime.secret_connection import end
 from elastic.runtime.secret_server import SecretServer
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within, remedy
@@ -50,7 +49,6 @@ class CopyServer:
         self,
         host: str,
         store: CopyStore,
-        tls: ConnectionTls | None = None,
         own: LocalSnapshots | None = None,
         ports: PortRange = ANY_PORT,
     ) -> None:
@@ -59,7 +57,6 @@ class CopyServer:
         Args:
             host: this node's address for other nodes.
             store: of the copies.
-            tls: used for all connections, None for plain text.
             own: snapshots in this node's own memory, None for none.
             ports: the range of the port.
         """
@@ -81,7 +78,6 @@ class CopyServer:
             self._talk,
             what="copies of snapshots",
             connections_max=CONNECTIONS_MAX,
-            tls=tls,
             begin_thread=yield_to_training,
         )
 
@@ -129,17 +125,17 @@ class CopyServer:
             with own.reading(request.job_id, mark) as (body, is_whole):
                 line.answer(key, CopyAnswer(mark))
                 if request.verb == TEXT:
-                    line.send_body(body[mark.data_bytes :], is_whole)
+                    line.send_body(key, body[mark.data_bytes :], is_whole)
                     return
-                line.send_body(body, is_whole)
+                line.send_body(key, body, is_whole)
             self._log("own_rows_given", request)
             return
         with self._store.reading(request.job_id, mark, request.source) as (body, crc):
             line.answer(key, CopyAnswer(mark))
             if mark is not None and request.verb == TEXT:
-                line.send_body(body[mark.data_bytes :], lambda: True, mark.skeleton_crc)
+                line.send_body(key, body[mark.data_bytes :], lambda: True, mark.skeleton_crc)
                 return
-            line.send_body(body, lambda: True, crc)
+            line.send_body(key, body, lambda: True, crc)
         self._log("copy_given", request)
 
     def _take(
@@ -158,7 +154,7 @@ class CopyServer:
             except OSError as error:
                 raise Refused(str(error)) from error
             line.answer(key)
-            commit(line.read_body(body))
+            commit(line.read_body(key, body))
         line.answer(key)
         self._log("copy_taken", request)
 

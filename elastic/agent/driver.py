@@ -55,7 +55,6 @@ from elastic.errors import InvariantViolation, check
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text
-from elastic.runtime.peer_tls import PeerTls
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
 
 log = logging.getLogger(__name__)
@@ -125,21 +124,18 @@ class AgentDriver:
         node = settings.node
         self._clock = clock
         self.figures = Figures()
-        self._tls = PeerTls.of(settings.access.tls)
         self._arenas = Arenas()
         own = LocalSnapshots(node.node_id, self._arenas)
-        self._copies = CopyHost(
-            node.host, self.post, self._tls, own=own, ports=settings.worker_ports
-        )
+        self._copies = CopyHost(node.host, self.post, own=own, ports=settings.worker_ports)
         self._machine = AgentMachine(
-            node, settings.config, settings.devices, copy_endpoint=self._copies.endpoint
+            node, settings.config, settings.devices, copies_at=self._copies.address
         )
         self._events: deque[AgentEvent] = deque()
         self._wake = asyncio.Event()
         self._exit: ExitAgent | None = None
         self._logs = Logs(settings.log_dir, node.node_id)
         self._processes = ChildProcesses(settings.launch, self._logs, self.post)
-        self._pushing = CopyPusher(self._arenas, self.post, self._tls)
+        self._pushing = CopyPusher(self._arenas, self.post)
         self._reaching = LinkProber(self.post)
         callbacks = LinkCallbacks(
             post=self.post,
@@ -213,8 +209,7 @@ class AgentDriver:
             case SendProcess(process_id, Assign() as assign):
                 folder = str(self._logs.path_of(assign).parent)
                 snapshots = self._arenas.give(assign.spec.job_id, process_id)
-                tls = self._tls.paths if self._tls is not None else ()
-                extended = dataclasses.replace(assign, log_dir=folder, snapshots=snapshots, tls=tls)
+                extended = dataclasses.replace(assign, log_dir=folder, snapshots=snapshots)
                 self._processes.send(process_id, extended)
             case SendProcess(process_id, message):
                 self._processes.send(process_id, message)

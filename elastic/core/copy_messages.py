@@ -6,26 +6,8 @@ Rule: as in `messages`, each states the complete current facts, so that the newe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from elastic.core.world import ALL_ALIKE, NO_GENERATION, Generation, HeldCopy, JobId, NodeId
-
-
-class CopyEndpoint(NamedTuple):
-    """The endpoint where a node's agent receives and serves copies.
-
-    Attributes:
-        at: "host:port", "" for none. Over TLS, except on loopback without a certificate.
-        fingerprint: SHA-256 of the agent's self-signed certificate, hexadecimal; "" if it uses one
-            of the cluster's authority, or none.
-    """
-
-    at: str = ""
-    fingerprint: str = ""
-
-
-NO_ENDPOINT = CopyEndpoint()
-
 
 # ---------------------------------------------------------------- agent -> coordinator
 
@@ -92,7 +74,6 @@ class Replicate:
         every_n_steps: how often, >= 1.
         source: this node, if every node has rows of its own; "" if all have the same.
         generation: snapshots of earlier groups are not sent.
-        fingerprint: of the certificate expected at the address, "" for no check of it.
     """
 
     job_id: JobId
@@ -102,7 +83,6 @@ class Replicate:
     every_n_steps: int
     source: NodeId = ALL_ALIKE
     generation: Generation = NO_GENERATION
-    fingerprint: str = ""
 
 
 CopyOrder = KeepCopy | DropCopy | Replicate

@@ -10,14 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
-from elastic.core.copy_messages import (
-    CopiesHeld,
-    CopyEndpoint,
-    CopyFailed,
-    DropCopy,
-    KeepCopy,
-    Replicate,
-)
+from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.world import (
     NO_GENERATION,
@@ -86,7 +79,7 @@ class Hello:
         drain_timeout_ns: time left for it.
         reports_due: number of unacknowledged reports that follow after `Welcome`.
         copies: copies that this node holds.
-        copies_at, copies_fingerprint: endpoint for copies; see `CopyEndpoint`.
+        copies_at: "host:port" where its agent receives and serves copies, "" for none.
         problems: faults of the node, a phrase for each; see `NodeHealth`.
     """
 
@@ -98,13 +91,7 @@ class Hello:
     reports_due: int = 0
     copies: tuple[HeldCopy, ...] = ()
     copies_at: str = ""
-    copies_fingerprint: str = ""
     problems: tuple[str, ...] = ()
-
-    @property
-    def copy_endpoint(self) -> CopyEndpoint:
-        """Return the endpoint at which it receives and serves copies."""
-        return CopyEndpoint(self.copies_at, self.copies_fingerprint)
 
 
 @dataclass(frozen=True)
@@ -531,8 +518,6 @@ class Assign:
         ahead: call the train function before there is a group, up to where it needs one.
         snapshots: paths of the agent's shared memory for this job, one for each slot; empty: the
             worker allocates its own memory.
-        tls: paths of this node's certificate, its key, and the authority, for fetching copies
-            from other nodes; empty: as in the announcement.
     """
 
     worker_id: WorkerId
@@ -542,7 +527,6 @@ class Assign:
     log_dir: str = ""
     ahead: bool = False
     snapshots: tuple[str, ...] = ()
-    tls: tuple[str, ...] = ()
     node_devices: tuple[str, ...] = ()
 
 

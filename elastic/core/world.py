@@ -300,8 +300,6 @@ class Assignment:
         copies: "host:port" of the agents with a copy of the job's state, and of those with rows of
             a sharded model that this worker queries: other members query others.
         copies_key: authenticates the job to them; a secret.
-        copies_fingerprints: of those agents' self-signed certificates, in the order of `copies`,
-            "" for one without; () if there are none.
         node_devices: accelerators that the job's workers of this node have, in the order of the
             workers; the agent adds them.
         group_key: with which the members authenticate to each other; a secret.
@@ -323,7 +321,6 @@ class Assignment:
     cause: str = "start"
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
-    copies_fingerprints: tuple[str, ...] = ()
     node_devices: tuple[str, ...] = ()
     group_key: str = field(default="", repr=False)
     saved: str = ""

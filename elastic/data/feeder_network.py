@@ -3,8 +3,8 @@
 The feeders of a run are the workers of a job of their own. Their addresses are in a file of the run
 directory, which one of them writes whenever their group changes. Both jobs were given the same
 secret when they were submitted; both sides of a connection prove that they know it before anything
-else is read (`secret_connection`), and nothing was unpickled before. The proof includes the
-certificate, so that nobody can stand between them who has changed that file.
+else is read (`secret_connection`), and nothing was unpickled before. Each message after that has a
+keyed hash, so that nobody can change one who stands between them, as by changing that file.
 
 Rule: a feeder whose Python or packages differ from ours may compute other bits, and is refused.
 """
@@ -24,13 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.data.feeder import BatchServer
+from elastic.data.feeder import BatchServer, MessageConnection
 from elastic.data.feeders import Feeder
 from elastic.errors import Refused
-from elastic.runtime.own_tls import OwnCertificate
-from elastic.runtime.peer_tls import PeerTls
-from elastic.runtime.rpc import format_endpoint, is_loopback
-from elastic.runtime.secret_connection import SecretConnection, connecting, end, lock_of
+from elastic.runtime.rpc import format_endpoint
+from elastic.runtime.secret_connection import SecretConnection, connecting, end
 from elastic.runtime.secret_server import SecretServer
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
 from elastic.storage.files import Files
@@ -75,10 +73,6 @@ class FeederConnection(SecretConnection):
     greeting = b"elastic feeder 1"
 
 
-def _bound_to(key: str, fingerprint: str) -> str:
-    return f"{key} {fingerprint}"
-
-
 def _watch(sock: socket.socket) -> None:
     """Wait for the other side as long as its machine lives."""
     sock.settimeout(None)
@@ -96,40 +90,33 @@ class FeederServer:
     """Listens for training processes, and computes batches for those that know the secret.
 
     Attributes:
-        endpoint: address, and the fingerprint of the certificate that it made, for the others.
+        address: "host:port" for training processes.
         packages: versions that a training process must have, too.
     """
 
-    def __init__(
-        self, host: str, key: str, *, tls: PeerTls | None = None, ports: PortRange = ANY_PORT
-    ) -> None:
+    def __init__(self, host: str, key: str, ports: PortRange = ANY_PORT) -> None:
         """Listen, and serve from here on.
 
         Args:
             host: this node's address for other nodes.
             key: the secret.
-            tls: of this node, None if it has no certificate of the cluster.
             ports: the range of the port.
 
         Raises:
             OSError: this machine does not have the address, or no port is free.
         """
-        made = OwnCertificate() if tls is None and not is_loopback(host) else None
-        fingerprint = made.fingerprint if made is not None else ""
-        self._key = _bound_to(key, fingerprint)
+        self._key = key
         self._batches = BatchServer()
         self.packages = versions()
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
-        address = format_endpoint(host, listener.getsockname()[1])
-        self.endpoint = {"address": address, "fingerprint": fingerprint}
+        self.address = format_endpoint(host, listener.getsockname()[1])
         self._server = SecretServer(
             listener,
             self._talk,
             what="batches",
             connections_max=CONNECTIONS_MAX,
-            tls=made or tls,
         )
         self._server.start()
 
@@ -153,7 +140,7 @@ class FeederServer:
             line.reply(self._key, {"refused": refusal})
             if not refusal:
                 _watch(sock)
-                self._batches.serve(sock)
+                self._batches.serve(MessageConnection(sock, line.session_key(self._key)))
         finally:
             self._room.release()
 
@@ -161,38 +148,33 @@ class FeederServer:
 class FeederOnNode:
     """A feeder on some node, as a training process sees it."""
 
-    def __init__(
-        self, address: str, fingerprint: str, key: str, tls: PeerTls | None = None
-    ) -> None:
+    def __init__(self, address: str, key: str) -> None:
         """Connect nowhere yet.
 
         Args:
             address: "host:port".
-            fingerprint: of the certificate that it made, "" for none.
             key: the secret.
-            tls: of this node, None if it has no certificate of the cluster.
         """
-        self._address, self._fingerprint = address, fingerprint
-        self._key, self._tls = _bound_to(key, fingerprint), tls
+        self._address = address
+        self._key = key
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._is_closed = False
 
     @contextlib.contextmanager
-    def connect(self, number: int) -> Iterator[socket.socket]:
+    def connect(self, number: int) -> Iterator[MessageConnection]:
         """Open a connection, on which operations and then requests may be sent.
 
         NotAuthorized if it does not know the secret; Refused if its versions differ from ours, or
         it has too many connections; OSError if it cannot be reached.
         """
-        tls = lock_of(self._tls, self._address, self._fingerprint)
-        with connecting(self._address, tls, self._begun) as sock:
+        with connecting(self._address, self._begun) as sock:
             line = FeederConnection(sock, is_client=True)
             line.ask({"versions": versions()}, self._key)
             if reason := str(line.read_reply(self._key).get("refused", "")):
                 raise Refused(f"the feeder at {self._address} is not used: {reason}")
             _watch(sock)
-            yield sock
+            yield MessageConnection(sock, line.session_key(self._key), is_client=True)
 
     def _begun(self, sock: socket.socket) -> None:
         with self._lock:
@@ -214,9 +196,7 @@ class FeedersOnNodes:
         highest: number of them, at most.
     """
 
-    def __init__(
-        self, run_path: str, job_id: str, key: str, *, highest: int, tls: PeerTls | None = None
-    ) -> None:
+    def __init__(self, run_path: str, job_id: str, key: str, *, highest: int) -> None:
         """Look nowhere yet.
 
         Args:
@@ -224,12 +204,12 @@ class FeedersOnNodes:
             job_id: of the job that is fed.
             key: the secret.
             highest: number of feeders, at most.
-            tls: of this node, None if it has no certificate of the cluster.
         """
         self.highest = highest
-        self._files, self._name = Files(run_path), addresses_file(job_id)
-        self._key, self._tls = key, tls
-        self._known: dict[str, str] = {}
+        self._files = Files(run_path)
+        self._name = addresses_file(job_id)
+        self._key = key
+        self._known: list[str] = []
         self._next_look = 0.0
 
     def names(self) -> Sequence[str]:
@@ -242,14 +222,12 @@ class FeedersOnNodes:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if self._files.exists(self._name):
-                self._known = {
-                    str(one["address"]): str(one["fingerprint"])
-                    for one in json.loads(self._files.read(self._name))
-                }
-        return [*self._known]
+                self._known = [str(one) for one in json.loads(self._files.read(self._name))]
+        return self._known
 
     def start(self, name: str) -> Feeder:
-        return FeederOnNode(name, self._known[name], self._key, self._tls)
+        """Return the feeder at this address."""
+        return FeederOnNode(name, self._key)
 
     def grow(self) -> None:
         """Do nothing: the coordinator sees how long training waits, and starts more."""

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ import cloudpickle
 from elastic.core.policy.feeding import SETTLE_S, WAIT_SHARE
 from elastic.data.batches import Batch
 from elastic.data.context import with_context
-from elastic.data.feeder import receive, send
+from elastic.data.feeder import MessageConnection
 from elastic.data.operations import Operation
 from elastic.data.table_reader import Gathered, finish
 from elastic.errors import ElasticError, Refused
@@ -68,8 +68,13 @@ Position = tuple[int, int]
 class Feeder(Protocol):
     """One feeder."""
 
-    def connect(self, number: int) -> AbstractContextManager[socket.socket]:
-        """Open one of its `CONNECTIONS`, for a block; OSError or ElasticError if that fails."""
+    def connect(self, number: int) -> AbstractContextManager[MessageConnection]:
+        """Open one of its `CONNECTIONS`; it ends with the block.
+
+        Raises:
+            OSError: it cannot be reached.
+            ElasticError: it refuses.
+        """
         ...
 
     def close(self) -> None:
@@ -328,16 +333,16 @@ class Feeders:
         request: tuple[int, bytes] | None = None
         is_ready = False
         try:
-            with feeder.connect(number) as sock:
-                send(sock, self._setup)
-                is_good, why = pickle.loads(receive(sock))
+            with feeder.connect(number) as line:
+                line.send(self._setup)
+                is_good, why = pickle.loads(line.receive())
                 if not is_good:
                     raise Refused(why)
                 with self._changed:
                     self._num_ready, is_ready = self._num_ready + 1, True
                 while (request := self._next(name, feeder)) is not None:
-                    send(sock, request[1])
-                    self._answered(name, request[0], receive(sock))
+                    line.send(request[1])
+                    self._answered(name, request[0], line.receive())
         except (ElasticError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
             with self._changed:
                 if request is not None:
@@ -408,8 +413,10 @@ class _Process:
             for one in theirs:
                 one.close()
 
-    def connect(self, number: int) -> AbstractContextManager[socket.socket]:
-        return self._sockets[number]
+    @contextlib.contextmanager
+    def connect(self, number: int) -> Iterator[MessageConnection]:
+        with self._sockets[number] as sock:
+            yield MessageConnection(sock)
 
     def close(self) -> None:
         self.process.kill()

@@ -1,8 +1,8 @@
 """Protocol that copies a snapshot from node to node: one request per connection.
 
 a request and its reply, between peers that know the job's secret (`secret_connection`)
-then, from the side that has them, the bytes of the snapshot, their CRC-32, and whether they are
-complete; and after a push the server's final reply
+then, from the side that has them, the bytes of the snapshot, their CRC-32, whether they are
+complete, and a proof of both; and after a push the server's final reply
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.errors import PeerError, Refused
-from elastic.runtime.own_tls import ConnectionTls
+from elastic.errors import NotAuthorized, PeerError, Refused
 from elastic.runtime.secret_connection import SecretConnection, connecting
 from elastic.runtime.snapshot_memory import SnapshotMark
 
@@ -132,11 +131,12 @@ class CopyConnection(SecretConnection):
     # ------------------------------------------------------------------- the bytes
 
     def send_body(
-        self, body: memoryview, is_whole: Callable[[], bool], crc: int | None = None
+        self, key: str, body: memoryview, is_whole: Callable[[], bool], crc: int | None = None
     ) -> bool:
         """Send the bytes of a snapshot, and whether they stayed unchanged until the last one.
 
         Args:
+            key: the job's secret.
             body: all of them.
             is_whole: called after the last; returns whether they are unchanged.
             crc: the CRC-32 computed when they were received, None to compute it now.
@@ -153,13 +153,19 @@ class CopyConnection(SecretConnection):
             self._wait_s()
             self._sock.sendall(chunk)
         whole = is_whole()
-        self._sock.sendall(TRAILER.pack(counted if crc is None else crc, whole))
+        self._send(TRAILER.pack(counted if crc is None else crc, whole))
+        self._prove(key)
         return whole
 
-    def read_body(self, body: memoryview) -> int:
+    def read_body(self, key: str, body: memoryview) -> int:
         """Read the bytes of a snapshot into place; returns their CRC-32.
 
+        Args:
+            key: the job's secret.
+            body: memory for all of them.
+
         Raises:
+            NotAuthorized: their CRC-32 is not from the peer that has proven to have the secret.
             ValueError: they differ from those sent, or changed while they were sent.
             OSError: the connection broke, or the peer is too slow.
         """
@@ -173,7 +179,9 @@ class CopyConnection(SecretConnection):
                 raise ConnectionResetError(f"it ended after {at} of {len(body)} bytes")
             crc = zlib.crc32(body[at : at + count], crc)
             at += count
-        sent, whole = TRAILER.unpack(self._read(TRAILER.size, is_reported=False))
+        sent, whole = TRAILER.unpack(self._read(TRAILER.size))
+        if not self._is_proven(key):
+            raise NotAuthorized("the end of a snapshot is not from the peer that began to send it")
         if not whole:
             raise ValueError("the snapshot has changed while it was sent")
         if sent != crc:
@@ -186,13 +194,10 @@ class CopyConnection(SecretConnection):
 
 @contextlib.contextmanager
 def calling(
-    address: str,
-    *,
-    tls: ConnectionTls | None = None,
-    begun: Callable[[socket.socket], None] = lambda sock: None,
+    address: str, begun: Callable[[socket.socket], None] = lambda sock: None
 ) -> Iterator[CopyConnection]:
     """Connect to an agent that holds copies; see `connecting`."""
-    with connecting(address, tls, begun) as sock:
+    with connecting(address, begun) as sock:
         yield CopyConnection(sock, is_client=True)
 
 

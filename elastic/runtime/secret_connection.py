@@ -5,9 +5,9 @@
     server   a reply, a proof
 
 Requests and replies are JSON with a four-byte length prefix. A proof is a hash of everything sent
-before, keyed with the secret, so that the secret itself is never sent. Where nodes have
-certificates of the cluster, the connection uses mutual TLS (`peer_tls`); otherwise TLS with a
-certificate that the server made itself (`own_tls`), or plain text on loopback.
+before, keyed with the secret, so that the secret itself is never sent. What follows is protected
+by its sender and receiver, with further proofs or with `session_key`. Nothing is encrypted: the
+same state goes over gloo and NCCL, which cannot be (docs/security.md).
 
 Rule: nothing of a peer is trusted before its proof was checked; every length has a limit and every
 wait a timeout, so that a faulty, slow, or vanished peer costs no more than a thread for a while. A
@@ -22,7 +22,6 @@ import hmac
 import json
 import secrets
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -31,9 +30,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from elastic.errors import NotAuthorized, PeerError
-from elastic.runtime.own_tls import ConnectionTls, PinnedCertificate
-from elastic.runtime.peer_tls import PeerTls, refused
-from elastic.runtime.rpc import is_loopback, parse_endpoint
+from elastic.runtime.rpc import parse_endpoint
 
 NONCE_BYTES = 32
 FRAME_BYTES_MAX = 1 << 16
@@ -121,6 +118,10 @@ class SecretConnection:
         self._send_json(values)
         self._prove(key)
 
+    def session_key(self, key: str) -> bytes:
+        """Return a key for what is sent after the reply, which only peers with the secret know."""
+        return self._keyed(b"session", key)
+
     # ------------------------------------------------------------------- pieces
 
     def _wait_s(self) -> None:
@@ -138,10 +139,13 @@ class SecretConnection:
         return hmac.compare_digest(expected, self._read(len(expected)))
 
     def _proof(self, key: str, *, by_client: bool) -> bytes:
-        who = b"client" if by_client else b"server"
+        return self._keyed(b"client" if by_client else b"server", key)
+
+    def _keyed(self, what: bytes, key: str) -> bytes:
+        """Return a hash of everything reported so far, and of what it is for."""
         secret = hashlib.blake2b(key.encode()).digest()
         return hashlib.blake2b(
-            who + self._reported.digest(), key=secret, digest_size=NONCE_BYTES
+            what + self._reported.digest(), key=secret, digest_size=NONCE_BYTES
         ).digest()
 
     def _send_json(self, values: dict[str, Any]) -> None:
@@ -165,7 +169,7 @@ class SecretConnection:
         self._wait_s()
         self._sock.sendall(data)
 
-    def _read(self, count: int, *, is_reported: bool = True) -> bytes:
+    def _read(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
             self._wait_s()
@@ -173,8 +177,7 @@ class SecretConnection:
             if not more:
                 raise ConnectionResetError("the other side has closed the connection")
             data += more
-        if is_reported:
-            self._reported.update(data)
+        self._reported.update(data)
         return bytes(data)
 
 
@@ -220,92 +223,26 @@ class UnauthenticatedConnections:
         return True
 
 
-def lock_of(ours: PeerTls | None, address: str, fingerprint: str) -> ConnectionTls | None:
-    """Return the TLS for a connection to a node; None for plain text, which is for loopback only.
-
-    Args:
-        ours: of this node, None if it has no certificate of the cluster.
-        address: "host:port" of the server there.
-        fingerprint: of the certificate that the server made itself, "" if it made none.
-
-    Raises:
-        NotAuthorized: it has a certificate of the cluster, and this node has none.
-    """
-    if ours is not None:
-        return ours
-    if fingerprint:
-        return PinnedCertificate(fingerprint)
-    if not is_loopback(parse_endpoint(address)[0]):
-        raise NotAuthorized(
-            f"the node of {address} has a certificate of the cluster, and this node has none: "
-            f"start all agents with one (--tls-cert, --tls-key, --tls-ca), or none"
-        )
-    return None
-
-
 @contextlib.contextmanager
 def connecting(
-    address: str,
-    tls: ConnectionTls | None,
-    begun: Callable[[socket.socket], None] = lambda sock: None,
+    address: str, begun: Callable[[socket.socket], None] = lambda sock: None
 ) -> Iterator[socket.socket]:
     """Connect to a server, as its client; the connection ends with the block.
 
     Args:
         address: "host:port".
-        tls: see `lock_of`; None for plain text.
         begun: receives the socket, so that another thread can end the connection.
 
     Raises:
-        NotAuthorized: it is none of this cluster.
         OSError: it does not reply.
     """
-    raw = socket.create_connection(parse_endpoint(address), CONNECT_S)
-    with securing(raw, tls, is_client=True, begun=begun) as sock:
-        try:
-            yield sock
-        except ssl.SSLError as error:
-            if not isinstance(tls, PeerTls):
-                raise
-            raise refused(error) from error  # In TLS 1.3 a refused certificate shows only now.
-
-
-@contextlib.contextmanager
-def securing(
-    raw: socket.socket,
-    tls: ConnectionTls | None,
-    *,
-    is_client: bool,
-    begun: Callable[[socket.socket], None],
-) -> Iterator[socket.socket]:
-    """Yield the socket to use on a new connection, which ends with the block.
-
-    Args:
-        raw: the connection.
-        tls: None for plain text.
-        is_client: whether this side has connected.
-        begun: receives the socket, before anything is waited for.
-
-    Raises:
-        NotAuthorized: the other side is no agent of this cluster.
-        OSError: the connection broke, or TLS took too long.
-    """
-    with raw:
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if tls is None:
-            begun(raw)
-            yield raw
-            return
-        with tls.wrap(raw, is_client=is_client) as sock:
-            begun(sock)
-            tls.greet(sock)
-            yield sock
+    with socket.create_connection(parse_endpoint(address), CONNECT_S) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        begun(sock)
+        yield sock
 
 
 def end(sock: socket.socket) -> None:
-    """End this connection, which wakes the thread that waits on it; from any thread.
-
-    Not by `SSLSocket.shutdown`: after that another thread's next bytes would be sent unencrypted.
-    """
+    """End this connection, which wakes the thread that waits on it; from any thread."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)

@@ -15,13 +15,7 @@ from collections.abc import Callable
 
 from elastic.errors import ElasticError
 from elastic.runtime.listening import AcceptErrors
-from elastic.runtime.own_tls import ConnectionTls
-from elastic.runtime.secret_connection import (
-    STRANGERS_MAX,
-    UnauthenticatedConnections,
-    end,
-    securing,
-)
+from elastic.runtime.secret_connection import STRANGERS_MAX, UnauthenticatedConnections, end
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +33,6 @@ class SecretServer:
         *,
         what: str,
         connections_max: int,
-        tls: ConnectionTls | None = None,
         begin_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """Serve nobody before `start`.
@@ -49,12 +42,10 @@ class SecretServer:
             talk: with one client, in a thread of its own.
             what: the service, for the log.
             connections_max: how many authenticated ones there may be.
-            tls: used for all connections, None for plain text.
             begin_thread: called first in each thread.
         """
         self._listener = listener
         self._talk = talk
-        self._tls = tls
         self._what = what
         self._begin_thread = begin_thread
         # Twice: the threads of replaced connections may take a moment to end.
@@ -102,25 +93,21 @@ class SecretServer:
                 self._threads.release()
                 sock.close()
 
-    def _serve(self, raw: socket.socket, host: str) -> None:
+    def _serve(self, sock: socket.socket, host: str) -> None:
         self._begin_thread()
-        open_here: list[socket.socket] = []
         is_proven = False
-
-        def begun(sock: socket.socket) -> None:
-            open_here.append(sock)
-            self._strangers.add(sock, host)
-            with self._lock:
-                self._open.add(sock)
+        self._strangers.add(sock, host)
+        with self._lock:
+            self._open.add(sock)
 
         def proven() -> None:
             nonlocal is_proven
             is_proven = True
-            for sock in open_here:
-                self._strangers.discard(sock)
+            self._strangers.discard(sock)
 
         try:
-            with securing(raw, self._tls, is_client=False, begun=begun) as sock:
+            with sock:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._talk(sock, proven)
         except (ElasticError, OSError, ValueError) as error:
             if is_proven or self._strangers.is_news(host):
@@ -129,7 +116,6 @@ class SecretServer:
             log.exception("not_served what=%r", self._what)
         finally:
             with self._lock:
-                self._open.difference_update(open_here)
-            for sock in open_here:
-                self._strangers.discard(sock)
+                self._open.discard(sock)
+            self._strangers.discard(sock)
             self._threads.release()

@@ -78,7 +78,6 @@ def feed(config: Mapping[str, Any]) -> None:
     import torch
 
     from elastic.data.feeder_network import FOLDER, FeederServer, addresses_file
-    from elastic.runtime.peer_tls import PeerTls
     from elastic.worker.engine.bystander import stay
     from elastic.worker.engine.train_call import current
 
@@ -94,19 +93,17 @@ def feed(config: Mapping[str, Any]) -> None:
     left = [one for one in files.list(f"{FOLDER}/*.json") if one != name]
     torch.set_num_threads(1)
     reach = context.reach
-    tls = PeerTls.at(context.tls)
-    server = FeederServer(reach.host, config["secret"].key, tls=tls, ports=reach.ports)
+    server = FeederServer(reach.host, config["secret"].key, reach.ports)
 
     at_once = Files(config["run_path"], patience_s=0.0)  # It may be asked to leave meanwhile.
 
-    def write(endpoints: tuple[bytes, ...]) -> None:
-        listed = [json.loads(one) for one in endpoints]
-        at_once.write(name, json.dumps(listed).encode())
+    def write(addresses: tuple[bytes, ...]) -> None:
+        at_once.write(name, json.dumps([one.decode() for one in addresses]).encode())
         while left:
             with contextlib.suppress(StorageError):  # Gone, or the next attempt deletes it.
                 at_once.delete(left.pop())
 
-    stay(engine, json.dumps(server.endpoint).encode(), write)
+    stay(engine, server.address.encode(), write)
 
 
 def feeders_factory(config: DataConfig, secret: FeederSecret | None) -> Callable[[], Any] | None:
@@ -121,12 +118,11 @@ def feeders_factory(config: DataConfig, secret: FeederSecret | None) -> Callable
     context = current()
     if secret is None or context is None:
         return beside(low, high)
-    run_path, job_id, tls = context.run_path, context.job_id, context.tls
+    run_path, job_id = context.run_path, context.job_id
 
     def make() -> Any:
         from elastic.data.feeder_network import FeedersOnNodes
-        from elastic.runtime.peer_tls import PeerTls
 
-        return FeedersOnNodes(run_path, job_id, secret.key, highest=high, tls=PeerTls.at(tls))
+        return FeedersOnNodes(run_path, job_id, secret.key, highest=high)
 
     return make

@@ -65,7 +65,7 @@ def steps_with(workers: int, view: JobView) -> bool:
 def feeding(run: Path, pids: Iterable[int]) -> set[int]:
     """Return those of these processes that are feeders to which a trainer is connected."""
     lists = [json.loads(path.read_text()) for path in run.glob("feeders/*.json")]
-    ports = {int(one["address"].rpartition(":")[2]) for listed in lists for one in listed}
+    ports = {int(one.rpartition(":")[2]) for listed in lists for one in listed}
     found = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):  # It may be gone by now.

@@ -24,7 +24,6 @@ import pytest
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.core.world import JobId
-from elastic.data.feeder import receive, send
 from elastic.data.feeder_network import FeederConnection, FeederOnNode, FeederServer
 from elastic.errors import ElasticError
 from elastic.runtime import copy_wire, secret_connection
@@ -194,8 +193,8 @@ def fuzz_copies(fuzz: Fuzz, each: int) -> None:
 def fuzz_feeder(fuzz: Fuzz, each: int) -> None:
     """Ask a feeder wrongly, without the secret and with it."""
     server = FeederServer(HOST, KEY)
-    address, right = server.endpoint["address"], f"{KEY} "
-    for key in ("wrong", right):
+    address = server.address
+    for key in ("wrong", KEY):
         for _ in range(each):
             with connected(address) as sock, contextlib.suppress(OSError, ElasticError):
                 line = FeederConnection(sock, is_client=True)
@@ -208,9 +207,9 @@ def fuzz_feeder(fuzz: Fuzz, each: int) -> None:
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
                 pass
-    with FeederOnNode(address, "", KEY).connect(0) as sock:
-        send(sock, pickle.dumps([()]))
-        assert pickle.loads(receive(sock)) == (True, None)
+    with FeederOnNode(address, KEY).connect(0) as line:
+        line.send(pickle.dumps([()]))
+        assert pickle.loads(line.receive()) == (True, None)
     server.close()
 
 

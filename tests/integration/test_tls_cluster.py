@@ -22,7 +22,7 @@ def run(module: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def test_a_job_runs_on_a_cluster_whose_every_connection_is_mutual_tls(tmp_path: Path) -> None:
+def test_a_job_runs_on_a_cluster_whose_control_plane_is_mutual_tls(tmp_path: Path) -> None:
     pki = tmp_path / "pki"
     for command in (
         ("certs", "init", str(pki)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.core.copy_messages import CopyEndpoint, CopyOrder, DropCopy, KeepCopy, Replicate
+from elastic.core.copy_messages import CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
 from elastic.core.policy.replication import CopyMode
 from elastic.core.world import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
@@ -23,8 +23,6 @@ UNCOPIED_NS = 45 * S
 """Time within which a run has a copy on another node if one is possible: a node that did not
 reply is asked again after 30 s."""
 STEPS_MIN = 40
-
-PORT = "1"
 
 Age = tuple[Generation, int]
 
@@ -58,18 +56,14 @@ class Copying:
         self._shown: dict[tuple[JobId, Generation], set[NodeId]] = {}
         self.is_wanted: Callable[[JobId], bool] = lambda job_id: True
 
-    def reach(self, address: str, fingerprint: str) -> CopyHost | None:
-        """Return the host at an address, None if its certificate is not the expected one."""
-        desk = self.desks[address]
-        return desk if fingerprint == desk.endpoint.fingerprint else None
+    def reach(self, address: str) -> CopyHost | None:
+        """Return the host at an address, None if that agent was started anew since."""
+        desk = self.desks[address.partition(":")[0]]
+        return desk if address == desk.address else None
 
     def reached(self, assignment: Assignment) -> list[CopyHost]:
         """Return the hosts that a member reaches at the addresses in its assignment."""
-        prints = assignment.copies_fingerprints or ("",) * len(assignment.copies)
-        found = [
-            self.reach(address, fingerprint)
-            for address, fingerprint in zip(assignment.copies, prints, strict=True)
-        ]
+        found = [self.reach(address) for address in assignment.copies]
         return [desk for desk in found if desk is not None]
 
     def fetch(self, assignment: Assignment) -> int:
@@ -111,9 +105,9 @@ class Copying:
         shown = self._shown.pop((job_id, generation), set())
         run = self.shards.runs.get(job_id)
         having = {holder for holder, _ in run.copies} if run is not None else set()
-        for address, desk in self.desks.items():
+        for desk in self.desks.values():
             self.checkers.require(
-                address in asked or desk.node_id not in shown & having or not desk.is_up(),
+                desk.address in asked or desk.node_id not in shown & having or not desk.is_up(),
                 "the group asks every node that has rows for them",
                 f"job {job_id} generation {generation}: nobody asks {desk.node_id}",
             )
@@ -153,7 +147,6 @@ class CopyHost:
     """One agent's copies and its pushes to others.
 
     Attributes:
-        address: the address at which others reach it.
         held: the copies that it holds, by job.
     """
 
@@ -183,17 +176,12 @@ class CopyHost:
         self._keys: dict[JobId, str] = {}
         self._orders: dict[JobId, Replicate] = {}
         self._copying, self._post, self._has_memory = copying, post, has_memory
-        copying.desks[self.address] = self
+        copying.desks[host] = self
 
     @property
     def address(self) -> str:
-        """Return "host:port"."""
-        return f"{self.host}:{PORT}"
-
-    @property
-    def endpoint(self) -> CopyEndpoint:
-        """Return the endpoint in the agent's hello; each life creates a new certificate."""
-        return CopyEndpoint(self.address, f"{self.node_id}-{self.life}")
+        """Return "host:port" for others; each life of the agent has another port."""
+        return f"{self.host}:{self.life}"
 
     def died(self) -> None:
         """Drop all state: the agent has died, with its memory."""
@@ -306,7 +294,7 @@ class CopyHost:
         self._copying.timeline.after(POLL_NS, self._check_at_rows, order, last, failing_ns)
 
     def _holder(self, order: Replicate) -> CopyHost | None:
-        return self._copying.reach(order.address, order.fingerprint)
+        return self._copying.reach(order.address)
 
     def _check(self, order: Replicate, last: Age | None, failing_ns: int) -> None:
         """Push the state if it is newer than the last push, and repeat until the order ends."""

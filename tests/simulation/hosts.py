@@ -83,7 +83,7 @@ class AgentHost:
             self.node.resources,
         )
         self.copies.life = self.life
-        self.machine = AgentMachine(self.node, self.config, (), copy_endpoint=self.copies.endpoint)
+        self.machine = AgentMachine(self.node, self.config, (), copies_at=self.copies.address)
         self.exit_code = None
         self._alarm.reset()
         self.timeline.tell(self.node_id, f"agent starts, life {self.life}")

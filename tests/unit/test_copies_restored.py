@@ -15,6 +15,7 @@ from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.core.policy.cursor import Cursor
 from elastic.core.world import HeldCopy, JobId
+from elastic.errors import Refused
 from elastic.runtime import secret_connection
 from elastic.runtime.copy_wire import PUSH, CopyRequest, calling
 from elastic.runtime.snapshot_memory import HEADER, SnapshotMark, set_sent, whole
@@ -53,7 +54,7 @@ class Peer:
         body = memoryview(content)[HEADER : HEADER + mark.num_bytes]
         with calling(self.address) as line:
             line.request(CopyRequest(PUSH, "j1", mark), KEY)
-            line.send_body(body, lambda: True)
+            line.send_body(KEY, body, lambda: True)
             line.read_answer(KEY)
 
 
@@ -88,8 +89,8 @@ def restored(
         checkpoints._entered = SimpleNamespace(  # type: ignore[assignment]
             snapshotter=savers[rank], world_rank=rank, run_path=run.directory.path, job_id="j1",
             saved="",
-            copies=copies[rank], copies_key=KEY, copies_fingerprints=(),
-            worker_id=f"n{rank}/1", tls=(), activity=Activity(),
+            copies=copies[rank], copies_key=KEY,
+            worker_id=f"n{rank}/1", activity=Activity(),
         )  # fmt: skip
         found[rank] = checkpoints.restore(rank)  # type: ignore[call-overload]
 
@@ -124,6 +125,17 @@ def test_a_copy_that_cannot_be_had_leaves_storage(
             body[100] ^= 4
     found = restored(run, [Snapshotter((), None)], [(address,)], monkeypatch)
     assert found[0]["steps"] == 1
+
+
+def test_a_copy_whose_end_is_not_from_its_sender_is_refused(peer: Peer) -> None:
+    body = memoryview(bytes(100))
+    mark = SnapshotMark(1, 1, 1, 1, len(body), 0, 0, 0)
+    with calling(peer.address) as line:
+        line.request(CopyRequest(PUSH, "j1", mark), KEY)
+        line.send_body("a guess", body, lambda: True)
+        with pytest.raises(Refused, match="not from the peer"):
+            line.read_answer(KEY)
+    assert peer.store.list("j1") == ()
 
 
 def test_one_member_fetches_and_the_others_receive(

@@ -28,14 +28,13 @@ import torch
 from torch import nn
 
 from elastic import data, train
-from elastic.data import feeder as feeder_module
 from elastic.data import feeder_network
 from elastic.data import feeders as feeders_module
 from elastic.data import iterator as iterator_module
 from elastic.data import table as table_module
 from elastic.data.context import with_context
 from elastic.data.dataset import Dataset
-from elastic.data.feeder import BatchServer
+from elastic.data.feeder import BatchServer, MessageConnection
 from elastic.data.feeder_network import FeederServer, FeedersOnNodes, addresses_file
 from elastic.data.feeders import CONNECTIONS, Feeders, Processes
 from elastic.data.files import DataError
@@ -693,11 +692,13 @@ class Silent:
         return ["silent"]
 
     def start(self, name: str) -> Silent:
-        feeder_module.send(self.theirs, pickle.dumps((True, None)))
+        MessageConnection(self.theirs).send(pickle.dumps((True, None)))
         return self
 
-    def connect(self, number: int) -> Any:
-        return self.ours
+    @contextlib.contextmanager
+    def connect(self, number: int) -> Iterator[MessageConnection]:
+        with self.ours:
+            yield MessageConnection(self.ours)
 
     def grow(self) -> None: ...
 
@@ -731,19 +732,18 @@ def test_one_more_process_runs_while_training_waits(monkeypatch: pytest.MonkeyPa
 
 
 SERVE = """
-import json, sys
-from elastic.data import feeder_network
-feeder_network.is_loopback = lambda host: False  # As over a network.
-print(json.dumps(feeder_network.FeederServer("127.0.0.1", "secret").endpoint), flush=True)
+import sys
+from elastic.data.feeder_network import FeederServer
+print(FeederServer("127.0.0.1", "secret").address, flush=True)
 sys.stdin.read()
 """
 
 
-def listed(run: Path, *endpoints: dict[str, str]) -> None:
+def listed(run: Path, *addresses: str) -> None:
     """Write the addresses of feeders into the run directory, as one of them would."""
     path = run / addresses_file("j1")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(endpoints))
+    path.write_text(json.dumps(addresses))
 
 
 @pytest.fixture
@@ -762,9 +762,8 @@ def test_batches_of_feeders_on_nodes_have_the_same_bits_whichever_is_lost(
             stack.enter_context(subprocess.Popen(command, stdin=PIPE, stdout=PIPE))
             for _ in range(2)
         ]
-        endpoints = [json.loads(one.stdout.readline()) for one in servers if one.stdout]
-        assert all(len(one["fingerprint"]) == 64 for one in endpoints)
-        listed(tmp_path, *endpoints)
+        addresses = [one.stdout.readline().decode().strip() for one in servers if one.stdout]
+        listed(tmp_path, *addresses)
         source = FeedersOnNodes(str(tmp_path), "j1", "secret", highest=2)
         alone, rows = Rows(whole, lanes), Rows(whole, lanes, feeders=lambda: source)
         stack.callback(rows.close)
@@ -782,14 +781,36 @@ def test_batches_of_feeders_on_nodes_have_the_same_bits_whichever_is_lost(
         servers[1].kill()
 
 
+def test_a_message_that_was_not_sent_by_the_other_side_in_its_turn_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        client = MessageConnection(ours, b"key", is_client=True)
+        server = MessageConnection(theirs, b"key")
+        MessageConnection(ours, b"of another connection", is_client=True).send(b"right")
+        of_another = theirs.recv(1 << 10)
+        client.send(b"right")
+        sent = theirs.recv(1 << 10)
+        for wrong in (of_another, sent.replace(b"right", b"wrong")):
+            ours.sendall(wrong)
+            with pytest.raises(ValueError, match="changed on its way"):
+                server.receive()
+        ours.sendall(sent + sent)
+        assert server.receive() == b"right"
+        with pytest.raises(ValueError, match="changed on its way"):
+            server.receive()
+        theirs.sendall(sent)
+        with pytest.raises(ValueError, match="changed on its way"):
+            client.receive()
+
+
 @pytest.mark.usefixtures("quick_looks")
 def test_who_lacks_the_secret_or_has_other_packages_is_not_fed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = FeederServer("127.0.0.1", "secret")
-    listed(tmp_path, server.endpoint)
+    listed(tmp_path, server.address)
     unpickled: list[Any] = []
-    monkeypatch.setattr(BatchServer, "serve", lambda self, sock: unpickled.append(sock))
+    monkeypatch.setattr(BatchServer, "serve", lambda self, line: unpickled.append(line))
     stranger = Feeders([()], FeedersOnNodes(str(tmp_path), "j1", "guess", highest=1))
     wait_for(lambda: "does not know this job" in caplog.text, "the refusal of a stranger")
     stranger.close()

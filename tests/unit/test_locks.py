@@ -5,13 +5,11 @@ from __future__ import annotations
 import datetime
 import errno
 import os
-import secrets
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 
 from elastic.client.endpoints import Endpoints, with_reason
 from elastic.coord.certs import CertificateRequest, init_authority, issue
@@ -20,11 +18,9 @@ from elastic.coord.roles import Role
 from elastic.coord.serve import ServeOptions
 from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.errors import Busy, ConfigError, CoordinatorUntrusted, NotLeading, UsageError
-from elastic.runtime import own_tls
 from elastic.runtime.access import PEM_BYTES_MAX, Access, TlsFiles
 from elastic.runtime.certificates import read_shown
 from elastic.runtime.clock import SystemClock
-from elastic.runtime.own_tls import ORDER
 from elastic.runtime.rpc import call_metadata
 from elastic.runtime.tether import check_tether
 
@@ -192,14 +188,3 @@ def test_a_certificate_says_whom_it_is_for_and_until_when(tmp_path: Path) -> Non
         assert shown.until_ns == int(cert.not_valid_after_utc.timestamp()) * 10**9
     with pytest.raises(ConfigError, match="cannot be read"):
         read_shown(b"-----BEGIN CERTIFICATE-----")
-
-
-def test_what_agents_make_for_themselves_is_a_certificate_with_its_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for secret in (1, 2, ORDER - 2, secrets.randbelow(ORDER)):
-        monkeypatch.setattr(own_tls.secrets, "randbelow", lambda _, secret=secret: secret - 1)
-        certificate, key = own_tls._make()
-        made = serialization.load_pem_private_key(key, None)
-        shown = x509.load_pem_x509_certificate(certificate)
-        assert made.public_key() == shown.public_key()

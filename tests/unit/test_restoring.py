@@ -41,8 +41,6 @@ def keeper_of(run: Run, rank: int, snapshotter: Snapshotter) -> CheckpointSchedu
         job_id="j1",
         copies=(),
         copies_key="",
-        tls=(),
-        copies_fingerprints=(),
         worker_id=f"n{rank}/1",
         activity=Activity(),
     )

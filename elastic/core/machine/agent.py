@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.copy_messages import NO_ENDPOINT, CopyEndpoint, CopyFailed
+from elastic.core.copy_messages import CopyFailed
 from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
@@ -71,7 +71,7 @@ class AgentMachine:
         config: AgentConfig,
         devices: tuple[str, ...] = (),
         *,
-        copy_endpoint: CopyEndpoint = NO_ENDPOINT,
+        copies_at: str = "",
     ) -> None:
         """Start disconnected, with no process; the first `step` connects and spawns.
 
@@ -79,9 +79,9 @@ class AgentMachine:
             node: the node as this agent describes it to the coordinator.
             config: times and limits.
             devices: accelerators, as CUDA_VISIBLE_DEVICES entries; empty on CPU.
-            copy_endpoint: where it receives copies for other nodes.
+            copies_at: "host:port" where it receives copies for other nodes, "" if nowhere.
         """
-        self._books = AgentBooks(node, config, devices, copy_endpoint)
+        self._books = AgentBooks(node, config, devices, copies_at)
         self._history = EventHistory()
         self._due_ns: int | None = None
         self._is_over = False

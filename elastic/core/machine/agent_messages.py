@@ -137,7 +137,7 @@ def _enter(cluster: ClusterState, event: AgentConnected) -> NodeState:
         health.forgive(cluster, state)
     if state.session is not None:
         cluster.do(CloseSession(state.session, "replaced by a newer connection"))
-    state.node, state.copy_endpoint = node, event.hello.copy_endpoint
+    state.node, state.copies_at = node, event.hello.copies_at
     book.came(state, cluster.now_ns)
     book.bind(state, event.session)
     state.reports_due = max(0, event.hello.reports_due)

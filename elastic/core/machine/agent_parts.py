@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.config import AgentConfig
-from elastic.core.copy_messages import CopiesHeld, CopyEndpoint, CopyFailed
+from elastic.core.copy_messages import CopiesHeld, CopyFailed
 from elastic.core.events.agent import AgentEffect
 from elastic.core.machine.agent_connection import Connection, UnacknowledgedReports
 from elastic.core.machine.agent_copies import HeldCopies
@@ -51,13 +51,13 @@ class AgentBooks:
         processes: spares and workers' processes.
         pacer: which reports of workers are delayed.
         copies: the copies that it holds for other nodes.
-        copy_endpoint: where other nodes reach it for that.
+        copies_at: where other nodes reach it for that.
         problems: faults of this node now.
         health_is_reported: they were sent to the coordinator.
     """
 
     def __init__(
-        self, node: Node, config: AgentConfig, devices: tuple[str, ...], copy_endpoint: CopyEndpoint
+        self, node: Node, config: AgentConfig, devices: tuple[str, ...], copies_at: str
     ) -> None:
         self.node = node
         self.config = config
@@ -69,7 +69,8 @@ class AgentBooks:
         self.workers = WorkerBook(devices)
         self.departure = Departure(config)
         self.pacer = Pacer(config)
-        self.copies, self.copy_endpoint = HeldCopies(self.out), copy_endpoint
+        self.copies = HeldCopies(self.out)
+        self.copies_at = copies_at
         self.problems: tuple[str, ...] = ()
         self.health_is_reported = True
 
@@ -130,8 +131,7 @@ class AgentBooks:
             drain_timeout_ns=self.departure.remaining_ns(self.now_ns),
             reports_due=len(self.reports),
             copies=self.copies.held,
-            copies_at=self.copy_endpoint.at,
-            copies_fingerprint=self.copy_endpoint.fingerprint,
+            copies_at=self.copies_at,
             problems=self.problems,
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic.core.copy_messages import CopyEndpoint
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup
@@ -78,8 +77,7 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
     shares = _shares(found, places)
 
     def alike(querying: int) -> Assignment:
-        """Return the assignment for all ranks with the same copy endpoints, without a place."""
-        endpoints = shares[querying]
+        """Return the assignment for all ranks that query the same agents, without a place."""
         return Assignment(
             job_id=job.job_id,
             worker_id=WorkerId(""),
@@ -96,13 +94,8 @@ def announcer(cluster: ClusterState, job: JobState) -> Callable[[RankPlace], Ann
             group_key=group.key,
             saved=job.latest_saved(),
             holders=len(job.newest.holders.intersection(job.member_ids())),
-            copies=tuple(one.at for one in endpoints),
+            copies=shares[querying],
             copies_key=key,
-            copies_fingerprints=(
-                tuple(one.fingerprint for one in endpoints)
-                if any(one.fingerprint for one in endpoints)
-                else ()
-            ),
             copied=copied,
         )
 
@@ -132,18 +125,18 @@ def _at(place: RankPlace, shared: Assignment) -> Assignment:
 
 def _shares(
     found: Sequence[copies.StateLocation], places: Sequence[RankPlace]
-) -> dict[int, tuple[CopyEndpoint, ...]]:
-    """Return the copy endpoints that each rank queries; `EACH` for the ranks not listed.
+) -> dict[int, tuple[str, ...]]:
+    """Return the addresses for copies that each rank queries; `EACH` for the ranks not listed.
 
     A node with rows of a sharded model is queried by one member, which informs the others; there
     may be as many such nodes as members. Unsharded state is on few nodes, and all members get
     these.
     """
     first_ranks = {place.node_id: place.rank for place in places if not place.local_rank}
-    alike = tuple(one.endpoint for one in found if not one.is_sharded)
+    alike = tuple(one.address for one in found if not one.is_sharded)
     shares = {EACH: alike}
     for one in found:
         if one.is_sharded:
             rank = replication.querying_rank(one.node_id, first_ranks, len(places))
-            shares[rank] = (*shares.get(rank, alike), one.endpoint)
+            shares[rank] = (*shares.get(rank, alike), one.address)
     return shares

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from elastic.core.config import ns
 from elastic.core.copy_messages import (
-    CopyEndpoint,
     CopyFailed,
     DropCopy,
     KeepCopy,
@@ -40,12 +39,12 @@ class StateLocation(NamedTuple):
     """A node that has state of a job.
 
     Attributes:
-        endpoint: of the node's agent.
+        address: "host:port" of the node's agent.
         is_sharded: it has rows of a sharded model, so that one member requests all of them.
     """
 
     node_id: NodeId
-    endpoint: CopyEndpoint
+    address: str
     is_sharded: bool
 
 
@@ -66,9 +65,9 @@ def addresses(cluster: ClusterState, job: JobState) -> tuple[StateLocation, ...]
     order += sorted({*left, *job.copies.holders} - {*held} - _members(job))
     found = [(node_id, cluster.book.nodes.get(node_id)) for node_id in order]
     return tuple(
-        StateLocation(node_id, state.copy_endpoint, ALL_ALIKE not in held.get(node_id, ()))
+        StateLocation(node_id, state.copies_at, ALL_ALIKE not in held.get(node_id, ()))
         for node_id, state in found
-        if state is not None and state.is_present() and state.copy_endpoint.at
+        if state is not None and state.is_present() and state.copies_at
     )
 
 
@@ -262,10 +261,8 @@ def _wanted(cluster: ClusterState, job: JobState, source: NodeId) -> Replicate |
     holder = cluster.book.nodes.get(job.copies.holders[source][0])
     if holder is not None:
         key, node_id = key_of(cluster, job.job_id), holder.node.node_id
-        at, fingerprint = holder.copy_endpoint
-        return Replicate(
-            job.job_id, node_id, at, key, every, source, generation, fingerprint=fingerprint
-        )
+        at = holder.copies_at
+        return Replicate(job.job_id, node_id, at, key, every, source, generation)
     if source == ALL_ALIKE:
         return None
     return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
@@ -485,7 +482,7 @@ def _place(
         is_present=state.is_present(),
         is_live=state.is_live(),
         is_leaving=state.drain.is_on,
-        takes_copies=bool(state.copy_endpoint.at),
+        takes_copies=bool(state.copies_at),
         has_members=node_id in members,
         copy=job.copies.newest(node_id, source),
         num_copies=num_copies,

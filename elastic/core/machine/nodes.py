@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import ns
-from elastic.core.copy_messages import NO_ENDPOINT, CopyEndpoint
 from elastic.core.events.coordinator import Cordon, NodesRecord
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.policy.packing import NodeCapacity
@@ -85,7 +84,7 @@ class NodeState:
         problems: faults reported by its agent.
         last_serial: of the workers started here, in any incarnation of the agent.
         copies: jobs of which it holds copies, as last reported.
-        copy_endpoint: where its agent receives and serves copies.
+        copies_at: "host:port" where its agent receives and serves copies, "" for none.
     """
 
     node: Node
@@ -102,7 +101,7 @@ class NodeState:
     received_ns: int = 0
     last_serial: int = 0
     copies: tuple[JobId, ...] = ()
-    copy_endpoint: CopyEndpoint = NO_ENDPOINT
+    copies_at: str = ""
 
     def is_kept(self) -> bool:
         """Return whether it stays only because of the state in its memory."""

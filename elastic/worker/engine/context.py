@@ -44,8 +44,6 @@ class WorkerContext:
         copies: "host:port" of agents of other nodes that hold a copy of the run's state; of those
             that have rows of a sharded model, only our share.
         copies_key: proves to them that it is ours.
-        copies_fingerprints: of the certificates that those agents made for themselves, see there.
-        tls: paths of this node's certificate, its key and the authority; empty if it has none.
         validator: has reported checkpoints validated, over all calls of the train function; None
             without a run directory.
         join: puts a worker that runs ahead of its group into it, and returns the context there;
@@ -78,8 +76,6 @@ class WorkerContext:
     copied: HeldCopy | None = None
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
-    copies_fingerprints: tuple[str, ...] = ()
-    tls: tuple[str, ...] = ()
     reporter: Reporter | None = field(repr=False)
     link: ReportLink = field(repr=False)
     activity: Activity = field(default_factory=Activity, repr=False)

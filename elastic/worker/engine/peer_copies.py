@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.world import JobId
@@ -19,12 +19,9 @@ from elastic.runtime.copy_wire import (
     FETCH,
     LIST,
     TEXT,
-    CopyConnection,
     CopyRequest,
     calling,
 )
-from elastic.runtime.peer_tls import PeerTls
-from elastic.runtime.secret_connection import lock_of
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.state.arena import SnapshotSlot
 
@@ -62,8 +59,6 @@ class PeerCopies:
         job_id: JobId,
         key: str,
         *,
-        tls: Sequence[str] = (),
-        fingerprints: Sequence[str] = (),
         node_id: str = "",
     ) -> None:
         """Ask no agent yet.
@@ -73,15 +68,12 @@ class PeerCopies:
                 sharded model, only our share.
             job_id: whose state it is.
             key: of the job.
-            tls: paths of this node's certificate, its key and the authority; empty if it has none.
-            fingerprints: of the certificates that those agents made for themselves, by the order
-                of addresses; empty if they made none.
             node_id: of this node.
         """
-        self._tls = tuple(tls)
-        self._fingerprints = dict(zip(addresses, fingerprints, strict=False))
         self._node_id = node_id
-        self._addresses, self._job_id, self._key = tuple(addresses), job_id, key
+        self._addresses = tuple(addresses)
+        self._job_id = job_id
+        self._key = key
         self._best: tuple[str, SnapshotMark] | None = None
 
     @staticmethod
@@ -91,15 +83,8 @@ class PeerCopies:
             context.copies,
             context.job_id,
             context.copies_key,
-            tls=context.tls,
-            fingerprints=context.copies_fingerprints,
             node_id=context.worker_id.rpartition("/")[0],
         )
-
-    def _calling(self, address: str) -> AbstractContextManager[CopyConnection]:
-        """Connect to an agent, as its node and ours require; see `calling`."""
-        fingerprint = self._fingerprints.get(address, "")
-        return calling(address, tls=lock_of(PeerTls.at(self._tls), address, fingerprint))
 
     def list_shards(self, here: Collection[SnapshotMark]) -> list[ShardCopy]:
         """Return all copies of nodes' rows that lie with our share of the agents.
@@ -119,7 +104,7 @@ class PeerCopies:
         """Yield each agent that can be reached, with source and mark of each of its copies."""
         for address in self._addresses:
             try:
-                with self._calling(address) as line:
+                with calling(address) as line:
                     copies = line.request(CopyRequest(LIST, self._job_id), self._key).copies
             except (ElasticError, OSError) as error:
                 log.warning("copy_unreachable address=%s error=%r", address, str(error))
@@ -139,9 +124,9 @@ class PeerCopies:
         if mark.skeleton_bytes > TEXT_BYTES_MAX:
             raise ValueError(f"{mark.skeleton_bytes} bytes that are no tensor")
         text = bytearray(mark.skeleton_bytes)
-        with self._calling(address) as line:
+        with calling(address) as line:
             line.request(CopyRequest(TEXT, self._job_id, mark, source), self._key)
-            if line.read_body(memoryview(text)) != mark.skeleton_crc:
+            if line.read_body(self._key, memoryview(text)) != mark.skeleton_crc:
                 raise ValueError(f"the text of the copy of {source} is not what was taken")
         return bytes(text)
 
@@ -174,9 +159,9 @@ class PeerCopies:
 
     def _fetch(self, address: str, mark: SnapshotMark, source: str = "") -> SnapshotSlot:
         began, slot = time.monotonic(), SnapshotSlot()
-        with self._calling(address) as line:
+        with calling(address) as line:
             line.request(CopyRequest(FETCH, self._job_id, mark, source), self._key)
-            slot.fill(mark, line.read_body)
+            slot.fill(mark, partial(line.read_body, self._key))
         log.info(
             "copy_fetched address=%s%s generation=%d steps=%d bytes=%d ms=%.0f",
             address, f" source={source!r}" if source else "", mark.generation, mark.steps,

@@ -634,8 +634,6 @@ class Runner:
             copied=place.copied,
             copies=place.copies,
             copies_key=place.copies_key,
-            copies_fingerprints=place.copies_fingerprints,
-            tls=assign.tls,
             reporter=call.reporter,
             link=self._mailboxes,
             activity=self._mailboxes.activity,

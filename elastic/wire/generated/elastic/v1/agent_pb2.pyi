@@ -84,7 +84,7 @@ class CoordinatorToAgent(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., forget_worker: _Optional[_Union[ForgetWorker, _Mapping]] = ..., announce: _Optional[_Union[_worker_pb2.Announce, _Mapping]] = ..., leave_group: _Optional[_Union[_worker_pb2.LeaveGroup, _Mapping]] = ..., report_ack: _Optional[_Union[_worker_pb2.ReportAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., follow_logs: _Optional[_Union[FollowLogs, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., try_links: _Optional[_Union[TryLinks, _Mapping]] = ..., dump_stacks: _Optional[_Union[DumpStacks, _Mapping]] = ..., save_state: _Optional[_Union[_worker_pb2.SaveState, _Mapping]] = ..., preemption: _Optional[_Union[_worker_pb2.Preemption, _Mapping]] = ..., keep_copy: _Optional[_Union[KeepCopy, _Mapping]] = ..., drop_copy: _Optional[_Union[DropCopy, _Mapping]] = ..., replicate: _Optional[_Union[Replicate, _Mapping]] = ..., coordinators: _Optional[_Union[Coordinators, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., run_events: _Optional[_Union[_worker_pb2.RunEvents, _Mapping]] = ..., profile: _Optional[_Union[_worker_pb2.Profile, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "reports_due", "copies", "copies_at", "copies_fingerprint", "problems")
+    __slots__ = ("node", "workers", "draining", "drain_reason", "drain_timeout_ns", "reports_due", "copies", "copies_at", "problems")
     NODE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -93,7 +93,6 @@ class Hello(_message.Message):
     REPORTS_DUE_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     COPIES_AT_FIELD_NUMBER: _ClassVar[int]
-    COPIES_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     node: _facts_pb2.Node
     workers: _containers.RepeatedCompositeFieldContainer[_facts_pb2.WorkerReport]
@@ -103,9 +102,8 @@ class Hello(_message.Message):
     reports_due: int
     copies: _containers.RepeatedCompositeFieldContainer[_facts_pb2.HeldCopy]
     copies_at: str
-    copies_fingerprint: str
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., reports_due: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[_facts_pb2.HeldCopy, _Mapping]]] = ..., copies_at: _Optional[str] = ..., copies_fingerprint: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, node: _Optional[_Union[_facts_pb2.Node, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_facts_pb2.WorkerReport, _Mapping]]] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., drain_timeout_ns: _Optional[int] = ..., reports_due: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[_facts_pb2.HeldCopy, _Mapping]]] = ..., copies_at: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainNotice(_message.Message):
     __slots__ = ("reason", "timeout_ns")
@@ -306,7 +304,7 @@ class DropCopy(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., generation: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Replicate(_message.Message):
-    __slots__ = ("job_id", "node_id", "address", "key", "every_n_steps", "source", "generation", "fingerprint")
+    __slots__ = ("job_id", "node_id", "address", "key", "every_n_steps", "source", "generation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -314,7 +312,6 @@ class Replicate(_message.Message):
     EVERY_N_STEPS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     node_id: str
     address: str
@@ -322,5 +319,4 @@ class Replicate(_message.Message):
     every_n_steps: int
     source: str
     generation: int
-    fingerprint: str
-    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., key: _Optional[str] = ..., every_n_steps: _Optional[int] = ..., source: _Optional[str] = ..., generation: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., key: _Optional[str] = ..., every_n_steps: _Optional[int] = ..., source: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...

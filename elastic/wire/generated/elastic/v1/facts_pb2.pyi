@@ -333,7 +333,7 @@ class LeavingNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "copies_fingerprints", "node_devices", "group_key", "saved", "holders", "copied")
+    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "node_devices", "group_key", "saved", "holders", "copied")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -348,7 +348,6 @@ class Assignment(_message.Message):
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     COPIES_KEY_FIELD_NUMBER: _ClassVar[int]
-    COPIES_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     NODE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     GROUP_KEY_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
@@ -368,13 +367,12 @@ class Assignment(_message.Message):
     cause: str
     copies: _containers.RepeatedScalarFieldContainer[str]
     copies_key: str
-    copies_fingerprints: _containers.RepeatedScalarFieldContainer[str]
     node_devices: _containers.RepeatedScalarFieldContainer[str]
     group_key: str
     saved: str
     holders: int
     copied: HeldCopy
-    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., copies_fingerprints: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ..., saved: _Optional[str] = ..., holders: _Optional[int] = ..., copied: _Optional[_Union[HeldCopy, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ..., saved: _Optional[str] = ..., holders: _Optional[int] = ..., copied: _Optional[_Union[HeldCopy, _Mapping]] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env", "imports")

@@ -25,53 +25,53 @@ _sym_db = _symbol_database.Default()
 from elastic.wire.generated.elastic.v1 import facts_pb2 as elastic_dot_v1_dot_facts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lastic/v1/worker.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"\xb6\x03\n\x0cPipeToWorker\x12$\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x12.elastic.v1.AssignH\x00\x12(\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x03 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x04 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12 \n\x04stop\x18\x05 \x01(\x0b\x32\x10.elastic.v1.StopH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.elastic.v1.PingH\x00\x12+\n\nsave_state\x18\x07 \x01(\x0b\x32\x15.elastic.v1.SaveStateH\x00\x12,\n\npreemption\x18( \x01(\x0b\x32\x16.elastic.v1.PreemptionH\x00\x12+\n\nrun_events\x18< \x01(\x0b\x32\x15.elastic.v1.RunEventsH\x00\x12&\n\x07profile\x18= \x01(\x0b\x32\x13.elastic.v1.ProfileH\x00\x42\x06\n\x04\x62ody\"\x84\x02\n\x0bPipeToAgent\x12 \n\x04warm\x18\x01 \x01(\x0b\x32\x10.elastic.v1.WarmH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12(\n\x08progress\x18\x04 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12 \n\x04pong\x18\x05 \x01(\x0b\x32\x10.elastic.v1.PongH\x00\x12\"\n\x05pulse\x18\x06 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x42\x06\n\x04\x62ody\"\xb3\x01\n\x06\x41ssign\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12\x0f\n\x07log_dir\x18\x05 \x01(\t\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\x11\n\tsnapshots\x18\x07 \x03(\t\x12\x0b\n\x03tls\x18\x08 \x03(\t\x12\x14\n\x0cnode_devices\x18\t \x03(\t\"6\n\x08\x41nnounce\x12*\n\nassignment\x18\x01 \x01(\x0b\x32\x16.elastic.v1.Assignment\"x\n\nLeaveGroup\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x61t_boundary\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05saves\x18\x05 \x01(\x08\x12\x0f\n\x07\x66ollows\x18\x06 \x01(\x08\"C\n\tSaveState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07request\x18\x03 \x01(\x03\"\x7f\n\nPreemption\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\ntimeout_ns\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12&\n\x05nodes\x18\x05 \x03(\x0b\x32\x17.elastic.v1.LeavingNode\"-\n\tRunEvents\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05lines\x18\x02 \x03(\t\";\n\x07Profile\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xb0\x01\n\tReportAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12%\n\x04\x63ode\x18\x06 \x01(\x0e\x32\x17.elastic.v1.RefusalCode\x12$\n\x04kind\x18\x07 \x01(\x0e\x32\x16.elastic.v1.ReportKind\"6\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\x12\x0c\n\x04\x61sks\x18\x03 \x01(\x08\"\x16\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x13\n\x04Warm\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"%\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05times\x18\x02 \x01(\x03\"8\n\x0cWorkerUpdate\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\"\xe6\x01\n\x06Report\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x0f\n\x07metrics\x18\x06 \x01(\t\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12,\n\x06status\x18\x08 \x01(\x0e\x32\x1c.elastic.v1.CheckpointStatus\x12\x0f\n\x07request\x18\t \x01(\x03\x12$\n\x04kind\x18\n \x01(\x0e\x32\x16.elastic.v1.ReportKind\".\n\x08Reported\x12\"\n\x06report\x18\x01 \x01(\x0b\x32\x12.elastic.v1.Report\"\xaa\x01\n\x08Progress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x1a\n\x12\x66irst_step_unix_ns\x18\x04 \x01(\x03\x12\"\n\x05spent\x18\x05 \x01(\x0b\x32\x13.elastic.v1.Goodput\x12(\n\ttelemetry\x18\x06 \x01(\x0b\x32\x15.elastic.v1.Telemetry\"\xe8\x01\n\x05Pulse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nwaiting_ns\x18\x03 \x01(\x03\x12\x10\n\x08still_ns\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0c\n\x04step\x18\x06 \x01(\x03\x12*\n\x05\x62\x65gun\x18\x07 \x03(\x0b\x32\x1b.elastic.v1.CollectiveCount\x12\x12\n\nlongest_ns\x18\x08 \x01(\x03\x12\x13\n\x0bhas_stepped\x18\t \x01(\x08\x12\x12\n\nworking_ns\x18\n \x01(\x03\x12\x0c\n\x04work\x18\x0b \x01(\t\"=\n\x0f\x43ollectiveCount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\r\n\x05\x63ount\x18\x03 \x01(\x03*\xba\x01\n\x0bRefusalCode\x12\x1c\n\x18REFUSAL_CODE_UNSPECIFIED\x10\x00\x12\x15\n\x11REFUSAL_CODE_NONE\x10\x01\x12\x1c\n\x18REFUSAL_CODE_JOB_UNKNOWN\x10\x02\x12\x1a\n\x16REFUSAL_CODE_JOB_ENDED\x10\x03\x12 \n\x1cREFUSAL_CODE_GENERATION_OVER\x10\x04\x12\x1a\n\x16REFUSAL_CODE_NO_MEMBER\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65lastic/v1/worker.proto\x12\nelastic.v1\x1a\x16\x65lastic/v1/facts.proto\"\xb6\x03\n\x0cPipeToWorker\x12$\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x12.elastic.v1.AssignH\x00\x12(\n\x08\x61nnounce\x18\x02 \x01(\x0b\x32\x14.elastic.v1.AnnounceH\x00\x12-\n\x0bleave_group\x18\x03 \x01(\x0b\x32\x16.elastic.v1.LeaveGroupH\x00\x12+\n\nreport_ack\x18\x04 \x01(\x0b\x32\x15.elastic.v1.ReportAckH\x00\x12 \n\x04stop\x18\x05 \x01(\x0b\x32\x10.elastic.v1.StopH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.elastic.v1.PingH\x00\x12+\n\nsave_state\x18\x07 \x01(\x0b\x32\x15.elastic.v1.SaveStateH\x00\x12,\n\npreemption\x18( \x01(\x0b\x32\x16.elastic.v1.PreemptionH\x00\x12+\n\nrun_events\x18< \x01(\x0b\x32\x15.elastic.v1.RunEventsH\x00\x12&\n\x07profile\x18= \x01(\x0b\x32\x13.elastic.v1.ProfileH\x00\x42\x06\n\x04\x62ody\"\x84\x02\n\x0bPipeToAgent\x12 \n\x04warm\x18\x01 \x01(\x0b\x32\x10.elastic.v1.WarmH\x00\x12\x31\n\rworker_update\x18\x02 \x01(\x0b\x32\x18.elastic.v1.WorkerUpdateH\x00\x12(\n\x08reported\x18\x03 \x01(\x0b\x32\x14.elastic.v1.ReportedH\x00\x12(\n\x08progress\x18\x04 \x01(\x0b\x32\x14.elastic.v1.ProgressH\x00\x12 \n\x04pong\x18\x05 \x01(\x0b\x32\x10.elastic.v1.PongH\x00\x12\"\n\x05pulse\x18\x06 \x01(\x0b\x32\x11.elastic.v1.PulseH\x00\x42\x06\n\x04\x62ody\"\xa6\x01\n\x06\x41ssign\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.elastic.v1.JobSpec\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12\x0f\n\x07log_dir\x18\x05 \x01(\t\x12\r\n\x05\x61head\x18\x06 \x01(\x08\x12\x11\n\tsnapshots\x18\x07 \x03(\t\x12\x14\n\x0cnode_devices\x18\t \x03(\t\"6\n\x08\x41nnounce\x12*\n\nassignment\x18\x01 \x01(\x0b\x32\x16.elastic.v1.Assignment\"x\n\nLeaveGroup\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x13\n\x0b\x61t_boundary\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05saves\x18\x05 \x01(\x08\x12\x0f\n\x07\x66ollows\x18\x06 \x01(\x08\"C\n\tSaveState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07request\x18\x03 \x01(\x03\"\x7f\n\nPreemption\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\ntimeout_ns\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12&\n\x05nodes\x18\x05 \x03(\x0b\x32\x17.elastic.v1.LeavingNode\"-\n\tRunEvents\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05lines\x18\x02 \x03(\t\";\n\x07Profile\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xb0\x01\n\tReportAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12%\n\x04\x63ode\x18\x06 \x01(\x0e\x32\x17.elastic.v1.RefusalCode\x12$\n\x04kind\x18\x07 \x01(\x0e\x32\x16.elastic.v1.ReportKind\"6\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08grace_ns\x18\x02 \x01(\x03\x12\x0c\n\x04\x61sks\x18\x03 \x01(\x08\"\x16\n\x04Ping\x12\x0e\n\x06number\x18\x01 \x01(\x03\"\x13\n\x04Warm\x12\x0b\n\x03pid\x18\x01 \x01(\x05\"%\n\x04Pong\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\r\n\x05times\x18\x02 \x01(\x03\"8\n\x0cWorkerUpdate\x12(\n\x06report\x18\x01 \x01(\x0b\x32\x18.elastic.v1.WorkerReport\"\xe6\x01\n\x06Report\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04rank\x18\x05 \x01(\x05\x12\x0f\n\x07metrics\x18\x06 \x01(\t\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12,\n\x06status\x18\x08 \x01(\x0e\x32\x1c.elastic.v1.CheckpointStatus\x12\x0f\n\x07request\x18\t \x01(\x03\x12$\n\x04kind\x18\n \x01(\x0e\x32\x16.elastic.v1.ReportKind\".\n\x08Reported\x12\"\n\x06report\x18\x01 \x01(\x0b\x32\x12.elastic.v1.Report\"\xaa\x01\n\x08Progress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x1a\n\x12\x66irst_step_unix_ns\x18\x04 \x01(\x03\x12\"\n\x05spent\x18\x05 \x01(\x0b\x32\x13.elastic.v1.Goodput\x12(\n\ttelemetry\x18\x06 \x01(\x0b\x32\x15.elastic.v1.Telemetry\"\xe8\x01\n\x05Pulse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\nwaiting_ns\x18\x03 \x01(\x03\x12\x10\n\x08still_ns\x18\x04 \x01(\x03\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0c\n\x04step\x18\x06 \x01(\x03\x12*\n\x05\x62\x65gun\x18\x07 \x03(\x0b\x32\x1b.elastic.v1.CollectiveCount\x12\x12\n\nlongest_ns\x18\x08 \x01(\x03\x12\x13\n\x0bhas_stepped\x18\t \x01(\x08\x12\x12\n\nworking_ns\x18\n \x01(\x03\x12\x0c\n\x04work\x18\x0b \x01(\t\"=\n\x0f\x43ollectiveCount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\x12\r\n\x05\x63ount\x18\x03 \x01(\x03*\xba\x01\n\x0bRefusalCode\x12\x1c\n\x18REFUSAL_CODE_UNSPECIFIED\x10\x00\x12\x15\n\x11REFUSAL_CODE_NONE\x10\x01\x12\x1c\n\x18REFUSAL_CODE_JOB_UNKNOWN\x10\x02\x12\x1a\n\x16REFUSAL_CODE_JOB_ENDED\x10\x03\x12 \n\x1cREFUSAL_CODE_GENERATION_OVER\x10\x04\x12\x1a\n\x16REFUSAL_CODE_NO_MEMBER\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elastic.wire.generated.elastic.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSALCODE']._serialized_start=2563
-  _globals['_REFUSALCODE']._serialized_end=2749
+  _globals['_REFUSALCODE']._serialized_start=2550
+  _globals['_REFUSALCODE']._serialized_end=2736
   _globals['_PIPETOWORKER']._serialized_start=64
   _globals['_PIPETOWORKER']._serialized_end=502
   _globals['_PIPETOAGENT']._serialized_start=505
   _globals['_PIPETOAGENT']._serialized_end=765
   _globals['_ASSIGN']._serialized_start=768
-  _globals['_ASSIGN']._serialized_end=947
-  _globals['_ANNOUNCE']._serialized_start=949
-  _globals['_ANNOUNCE']._serialized_end=1003
-  _globals['_LEAVEGROUP']._serialized_start=1005
-  _globals['_LEAVEGROUP']._serialized_end=1125
-  _globals['_SAVESTATE']._serialized_start=1127
-  _globals['_SAVESTATE']._serialized_end=1194
-  _globals['_PREEMPTION']._serialized_start=1196
-  _globals['_PREEMPTION']._serialized_end=1323
-  _globals['_RUNEVENTS']._serialized_start=1325
-  _globals['_RUNEVENTS']._serialized_end=1370
-  _globals['_PROFILE']._serialized_start=1372
-  _globals['_PROFILE']._serialized_end=1431
-  _globals['_REPORTACK']._serialized_start=1434
-  _globals['_REPORTACK']._serialized_end=1610
-  _globals['_STOP']._serialized_start=1612
-  _globals['_STOP']._serialized_end=1666
-  _globals['_PING']._serialized_start=1668
-  _globals['_PING']._serialized_end=1690
-  _globals['_WARM']._serialized_start=1692
-  _globals['_WARM']._serialized_end=1711
-  _globals['_PONG']._serialized_start=1713
-  _globals['_PONG']._serialized_end=1750
-  _globals['_WORKERUPDATE']._serialized_start=1752
-  _globals['_WORKERUPDATE']._serialized_end=1808
-  _globals['_REPORT']._serialized_start=1811
-  _globals['_REPORT']._serialized_end=2041
-  _globals['_REPORTED']._serialized_start=2043
-  _globals['_REPORTED']._serialized_end=2089
-  _globals['_PROGRESS']._serialized_start=2092
-  _globals['_PROGRESS']._serialized_end=2262
-  _globals['_PULSE']._serialized_start=2265
-  _globals['_PULSE']._serialized_end=2497
-  _globals['_COLLECTIVECOUNT']._serialized_start=2499
-  _globals['_COLLECTIVECOUNT']._serialized_end=2560
+  _globals['_ASSIGN']._serialized_end=934
+  _globals['_ANNOUNCE']._serialized_start=936
+  _globals['_ANNOUNCE']._serialized_end=990
+  _globals['_LEAVEGROUP']._serialized_start=992
+  _globals['_LEAVEGROUP']._serialized_end=1112
+  _globals['_SAVESTATE']._serialized_start=1114
+  _globals['_SAVESTATE']._serialized_end=1181
+  _globals['_PREEMPTION']._serialized_start=1183
+  _globals['_PREEMPTION']._serialized_end=1310
+  _globals['_RUNEVENTS']._serialized_start=1312
+  _globals['_RUNEVENTS']._serialized_end=1357
+  _globals['_PROFILE']._serialized_start=1359
+  _globals['_PROFILE']._serialized_end=1418
+  _globals['_REPORTACK']._serialized_start=1421
+  _globals['_REPORTACK']._serialized_end=1597
+  _globals['_STOP']._serialized_start=1599
+  _globals['_STOP']._serialized_end=1653
+  _globals['_PING']._serialized_start=1655
+  _globals['_PING']._serialized_end=1677
+  _globals['_WARM']._serialized_start=1679
+  _globals['_WARM']._serialized_end=1698
+  _globals['_PONG']._serialized_start=1700
+  _globals['_PONG']._serialized_end=1737
+  _globals['_WORKERUPDATE']._serialized_start=1739
+  _globals['_WORKERUPDATE']._serialized_end=1795
+  _globals['_REPORT']._serialized_start=1798
+  _globals['_REPORT']._serialized_end=2028
+  _globals['_REPORTED']._serialized_start=2030
+  _globals['_REPORTED']._serialized_end=2076
+  _globals['_PROGRESS']._serialized_start=2079
+  _globals['_PROGRESS']._serialized_end=2249
+  _globals['_PULSE']._serialized_start=2252
+  _globals['_PULSE']._serialized_end=2484
+  _globals['_COLLECTIVECOUNT']._serialized_start=2486
+  _globals['_COLLECTIVECOUNT']._serialized_end=2547
 # @@protoc_insertion_point(module_scope)

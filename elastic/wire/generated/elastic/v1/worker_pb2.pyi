@@ -63,7 +63,7 @@ class PipeToAgent(_message.Message):
     def __init__(self, warm: _Optional[_Union[Warm, _Mapping]] = ..., worker_update: _Optional[_Union[WorkerUpdate, _Mapping]] = ..., reported: _Optional[_Union[Reported, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("worker_id", "spec", "host", "devices", "log_dir", "ahead", "snapshots", "tls", "node_devices")
+    __slots__ = ("worker_id", "spec", "host", "devices", "log_dir", "ahead", "snapshots", "node_devices")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -71,7 +71,6 @@ class Assign(_message.Message):
     LOG_DIR_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
-    TLS_FIELD_NUMBER: _ClassVar[int]
     NODE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     spec: _facts_pb2.JobSpec
@@ -80,9 +79,8 @@ class Assign(_message.Message):
     log_dir: str
     ahead: bool
     snapshots: _containers.RepeatedScalarFieldContainer[str]
-    tls: _containers.RepeatedScalarFieldContainer[str]
     node_devices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., log_dir: _Optional[str] = ..., ahead: bool = ..., snapshots: _Optional[_Iterable[str]] = ..., tls: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., spec: _Optional[_Union[_facts_pb2.JobSpec, _Mapping]] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., log_dir: _Optional[str] = ..., ahead: bool = ..., snapshots: _Optional[_Iterable[str]] = ..., node_devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Announce(_message.Message):
     __slots__ = ("assignment",)
