@@ -84,6 +84,8 @@ IN_PLACE_SEED = 9
 """Of twenty-four seeds, the one whose jobs train in loops that continue in place, and that storage
 accepts no checkpoint of: a state is in memory, or lost. Not with several jobs, nor with copies, nor
 with notices alone, where members save what they cannot pass on."""
+STARTS_TIMES = 4
+"""Duration of such a first step, in hang timeouts."""
 WELL_NS = 40 * S
 """A worker whose node could always be reached for so long must not lose its state."""
 SLACK_NS = 3 * S
@@ -298,7 +300,8 @@ class Simulation:
         until = self.timeline.now_ns + limit
         self.timeline.after(1 * S, self._keep_alive)
         longest = draws.HANG_TIMEOUTS_S[-1]
-        longest *= FIRST_TIMES if self.is_starting_slowly else 1
+        # The others may be in first steps of their own before they wait for a hung one.
+        longest *= FIRST_TIMES + STARTS_TIMES if self.is_starting_slowly else 1
         if self.seed % 3 == PARTS_SEED:
             # Who has waited in a subgroup for a slow member has paused for as long itself.
             longest = max(longest, LONGEST_TIMES * SLOW_NS_MAX / S)
@@ -350,7 +353,7 @@ class Simulation:
             script = replace(script, tell_every=script.steps // 2 + 1, report_every=script.steps)
         if self.is_starting_slowly:
             longest_ns = round(spec.hang_timeout_s * S)
-            script = replace(script, starts_ns=4 * longest_ns, works_ns=2 * longest_ns)
+            script = replace(script, starts_ns=STARTS_TIMES * longest_ns, works_ns=2 * longest_ns)
             script = replace(script, report_every=max(script.report_every, script.steps // 2))
         if self.seed % 24 == IN_PLACE_SEED and not self.checkers.is_gentle:
             script = replace(script, in_place=True, saved_from_ns=crowd.NEVER_NS)
