@@ -70,12 +70,10 @@ def keeps_free_slots_for_a_job_that_can_never_run(patch: Patch) -> None:
 @bug
 def sends_copies_to_those_who_train(patch: Patch) -> None:
     """Any node may hold a copy, even one that trains the job."""
-    honest = copies._place
-
-    def place(*args: Any) -> Any:
-        return dataclasses.replace(honest(*args), has_members=False)
-
-    patch.setattr(copies, "_place", place)
+    honest = copies._have_it
+    patch.setattr(
+        copies, "_have_it", lambda job, source: honest(job, source) if source else frozenset()
+    )
 
 
 @bug
@@ -89,7 +87,7 @@ def frees_rows_once_one_node_has_newer_ones(patch: Patch) -> None:
     """The previous group's snapshot is then incomplete, and that of this group not yet complete."""
 
     def base(job: Any) -> Any:
-        newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
+        newest = [job.copies.newest(at, source) for source, at in job.copies.holders.items()]
         return max(newest, default=replication.NO_COPY)
 
     patch.setattr(copies, "_base", base)
@@ -100,7 +98,7 @@ def takes_rows_of_the_group_before_for_newer_ones(patch: Patch) -> None:
     """The rows of a node that has died are then freed just when they are needed."""
 
     def base(job: Any) -> Any:
-        newest = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
+        newest = [job.copies.newest(at, source) for source, at in job.copies.holders.items()]
         return min(newest, default=replication.NO_COPY)
 
     patch.setattr(copies, "_base", base)
@@ -115,9 +113,9 @@ def takes_the_next_snapshot_before_all_rows_have_arrived(patch: Patch) -> None:
 @bug
 def lets_a_node_hold_its_own_rows(patch: Patch) -> None:
     """The rows and their copy are lost together with the node."""
-    honest = replication.is_fit
+    honest = copies._have_it
     patch.setattr(
-        replication, "is_fit", lambda place, now_ns, source="": honest(place, now_ns, "x")
+        copies, "_have_it", lambda job, source: frozenset() if source else honest(job, source)
     )
 
 

@@ -11,17 +11,12 @@ agents report in their Hello the copies that they hold.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from elastic.core.config import ns
-from elastic.core.copy_messages import (
-    CopyFailed,
-    DropCopy,
-    KeepCopy,
-    Replicate,
-)
+from elastic.core.copy_messages import CopyFailed, DropCopy, KeepCopy, Replicate
 from elastic.core.machine.copy_book import PlacedCopyOrder
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
@@ -31,8 +26,6 @@ from elastic.core.world import ALL_ALIKE, NO_GENERATION, HeldCopy, JobId, NodeId
 
 REFUSED_S = 30.0
 """How long a node that could not receive a copy is not chosen again."""
-NEIGHBOURS = 32
-"""Candidates for a copy: so many nodes behind its source, and so many that do not train."""
 
 
 class StateLocation(NamedTuple):
@@ -109,11 +102,12 @@ def take_held(cluster: ClusterState, state: NodeState, copies: Sequence[HeldCopy
 
 
 def _note_lost(job: JobState, node_id: NodeId, now: dict[NodeId, replication.Age]) -> None:
-    """Count copies that their holder has lost, so that they are sent there again."""
+    """Have copies that their holder has lost sent there again: the sender does not know that."""
     for source, age in job.copies.held.get(node_id, {}).items():
-        is_wanted = job.copies.holders.get(source, (NO_NODE, ""))[0] == node_id
-        if is_wanted and now.get(source, replication.NO_COPY) < age:
-            job.copies.num_lost[source] = job.copies.num_lost.get(source, 0) + 1
+        placed = job.copies.ordered.get(source)
+        is_wanted = placed is not None and placed.order.node_id == node_id
+        if placed is not None and is_wanted and now.get(source, replication.NO_COPY) < age:
+            job.copies.ordered[source] = placed._replace(generation=NO_GENERATION)
 
 
 def on_failed(cluster: ClusterState, state: NodeState, message: CopyFailed) -> None:
@@ -145,24 +139,24 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
     _learn_request(job)
     for node_id in copies.held:
         _grant(cluster, job, cluster.book.nodes.get(node_id))
-    for session in [*copies.granted.values()]:
-        _grant(cluster, job, cluster.book.of_session(session))
     if not job.is_open or not copies.every_n_steps:
         return None  # No snapshots are taken, and held copies may be needed.
     # After a restart, nodes are about to report their copies; meanwhile they still receive them.
     not_before_ns = cluster.term.hold_until_ns if copies.held else copies.not_before_ns
-    if not any(node for node, _ in copies.holders.values()) and cluster.now_ns < not_before_ns:
+    if not any(copies.holders.values()) and cluster.now_ns < not_before_ns:
         return not_before_ns
     senders = _senders(cluster, job)
     _forget(cluster, job, senders)
-    wakes = [_choose(cluster, job, source) for source in senders]
+    _choose(cluster, job, senders)
     for source, sender in senders.items():
-        _grant(cluster, job, cluster.book.nodes.get(copies.holders[source][0]))
+        _grant(cluster, job, cluster.book.nodes.get(copies.holders[source]))
         if copies.is_sharded:  # It serves its own rows to a group without its workers.
             _grant(cluster, job, sender)
     _order(cluster, job, senders)
     _drop_superfluous(cluster, job)
-    return min((wake_ns for wake_ns in wakes if wake_ns is not None), default=None)
+    lacking = {source for source in senders if not copies.holders[source]}
+    until = [at_ns for (source, _), at_ns in copies.refused_until_ns.items() if source in lacking]
+    return min(until, default=None)
 
 
 def end(cluster: ClusterState, job: JobState) -> None:
@@ -200,21 +194,55 @@ def _forget(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeStat
     copies.holders = {s: known for s, known in copies.holders.items() if s in senders}
 
 
-def _choose(cluster: ClusterState, job: JobState, source: NodeId) -> int | None:
-    """Choose a node for a source's copy, unless it can stay; return when to try again."""
-    known, _ = before = job.copies.holders.get(source, (NO_NODE, ""))
-    state = cluster.book.nodes.get(known)
-    if state is not None:
-        place = _place(job, state, _members(job), 0, source)
-        if replication.is_fit(place, cluster.now_ns, source):
-            return None
-    decision = replication.choose(_places(cluster, job, source), cluster.now_ns, source)
-    job.copies.holders[source] = decision.value, decision.reason
-    if job.copies.holders[source] != before:
-        of = {"source": source} if source else {}
-        node = decision.value or "none"
-        cluster.note("copy_placed", job.job_id, node=node, reason=decision.reason, **of)
-    return decision.wake_ns
+def _choose(cluster: ClusterState, job: JobState, senders: Mapping[NodeId, NodeState]) -> None:
+    """Choose a node for each source's copy that cannot stay where it is."""
+    copies, book = job.copies, cluster.book
+    copies.refused_until_ns = {
+        key: at_ns for key, at_ns in copies.refused_until_ns.items() if at_ns > cluster.now_ns
+    }
+    refused: dict[NodeId, set[NodeId]] = {}
+    for source, node_id in copies.refused_until_ns:
+        refused.setdefault(source, set()).add(node_id)
+    members = _members(job)
+    num_copies = Counter(copies.holders.values())
+    ring: list[CopyCandidate] = []
+    for source, sender in senders.items():
+        barred = _have_it(job, source).union(refused.get(source, ()))
+        before = copies.holders.get(source)
+        state = book.nodes.get(before) if before else None
+        if state is not None and state.is_present() and _may_hold(state, barred):
+            continue
+        ring = ring or replication.ring(
+            _candidate(state, members)
+            for state in book.nodes.values()
+            if state.is_live() and _may_hold(state, ())
+        )
+        ages = {node_id: by[source] for node_id, by in copies.held.items() if source in by}
+        others = _have_it(job, source) - {sender.node.node_id}
+        having = [sender, *[book.nodes[node_id] for node_id in others if node_id in book.nodes]]
+        decision = replication.choose(
+            [_candidate(state, members) for state in having], ring, barred, ages, num_copies
+        )
+        copies.holders[source] = decision.value
+        num_copies[decision.value] += 1
+        if decision.value != before:
+            of = {"source": source} if source else {}
+            node = decision.value or "none"
+            cluster.note("copy_placed", job.job_id, node=node, reason=decision.reason, **of)
+
+
+def _have_it(job: JobState, source: NodeId) -> frozenset[NodeId]:
+    """Return the nodes that have a source's state without a copy."""
+    return _members(job) if source == ALL_ALIKE else frozenset({source})
+
+
+def _may_hold(state: NodeState, barred: Collection[NodeId]) -> bool:
+    return bool(state.copies_at) and not state.drain.is_on and state.node.node_id not in barred
+
+
+def _candidate(state: NodeState, members: frozenset[NodeId]) -> CopyCandidate:
+    node = state.node
+    return CopyCandidate(node.node_id, node.host, zone_of(node.labels), node.node_id in members)
 
 
 def _grant(cluster: ClusterState, job: JobState, state: NodeState | None) -> None:
@@ -226,20 +254,19 @@ def _grant(cluster: ClusterState, job: JobState, state: NodeState | None) -> Non
         cluster.send(state, KeepCopy(job.job_id, key_of(cluster, job.job_id)))
 
 
-def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState]) -> None:
+def _order(cluster: ClusterState, job: JobState, senders: Mapping[NodeId, NodeState]) -> None:
     """Order each sender to send its snapshots to the chosen node, and others to stop.
 
     The order is repeated for each new group, because a node forgets it with the job's memory, and
-    when the holder has lost its copy, because the sender does not know that.
+    for each new agent of the holder, which has lost the copy.
     """
     before, job.copies.ordered = job.copies.ordered, {}
     for source, sender in senders.items():
-        order = _wanted(cluster, job, source)
-        if order is not None and sender.session is not None:
-            holder = cluster.book.nodes.get(order.node_id)
+        if sender.session is not None:
+            holder = cluster.book.nodes.get(job.copies.holders[source])
+            order = _wanted(cluster, job, source, holder)
             incarnation = holder.node.incarnation if holder is not None else 0
-            lost = job.copies.num_lost.get(source, 0)
-            placed = PlacedCopyOrder(sender.session, job.generation, order, incarnation, lost)
+            placed = PlacedCopyOrder(sender.session, job.generation, order, incarnation)
             job.copies.ordered[source] = placed
     sending = {placed.session for placed in job.copies.ordered.values()}
     for session in [placed.session for placed in before.values()]:
@@ -251,44 +278,41 @@ def _order(cluster: ClusterState, job: JobState, senders: dict[NodeId, NodeState
             cluster.send(senders[source], wanted.order)
 
 
-def _wanted(cluster: ClusterState, job: JobState, source: NodeId) -> Replicate | None:
-    """Return the order for the sender of a source's copy; None for no order.
+def _wanted(
+    cluster: ClusterState, job: JobState, source: NodeId, holder: NodeState | None
+) -> Replicate:
+    """Return the order for the sender of a source's copy: perhaps that no node holds it.
 
-    For a shard there is also an order that no node was found: its workers would wait for one.
+    Workers of a sharded model would wait for one.
     """
     generation = job.generation if source != ALL_ALIKE else 0
     every = job.copies.every_n_steps
-    holder = cluster.book.nodes.get(job.copies.holders[source][0])
-    if holder is not None:
-        key, node_id = key_of(cluster, job.job_id), holder.node.node_id
-        at = holder.copies_at
-        return Replicate(job.job_id, node_id, at, key, every, source, generation)
-    if source == ALL_ALIKE:
-        return None
-    return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
+    if holder is None:
+        return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
+    key, node_id = key_of(cluster, job.job_id), holder.node.node_id
+    return Replicate(job.job_id, node_id, holder.copies_at, key, every, source, generation)
 
 
 # ---------------------------------------------------------------- nodes that may not leave yet
 
 
 class CopyCoverage(NamedTuple):
-    """How many of a job's copies have reached their holders.
+    """What the nodes that stay have of a job's state, if the drained ones go.
 
     Attributes:
-        trains: all members of its newest group train.
-        base: age of the oldest copy, see `_base`; without a group, of those of lost nodes.
-        holders: nodes that should hold them.
+        trains: all members of the newest group train. If not, the next group needs the copies.
+        staying: age of the newest copy of each source there.
+        base: of the oldest copy of the newest group's, see `_base`; without a group, of the rows of
+            lost nodes there: it cannot go on from newer ones.
         has_place: each copy has a holder, or may get one within some time.
-        staying: without a group: age of the newest copy of each source on nodes that stay.
-        is_waiting: without a group: a worker waits on such a node with the unsharded state.
+        is_waiting: without a group: a worker waits there that has all the state.
     """
 
     trains: bool
+    staying: Mapping[NodeId, replication.Age]
     base: replication.Age
-    holders: frozenset[NodeId]
     has_place: bool
-    staying: Mapping[NodeId, replication.Age] = MappingProxyType({})
-    is_waiting: bool = False
+    is_waiting: bool
 
 
 def kept_for(cluster: ClusterState, state: NodeState, known: dict[JobId, CopyCoverage]) -> str:
@@ -306,93 +330,87 @@ def kept_for(cluster: ClusterState, state: NodeState, known: dict[JobId, CopyCov
         return ""
     node_id = state.node.node_id
     for job in cluster.active():
-        if not _has_part(cluster, job, node_id):
+        is_saved = job.must_release_workers() and not job.is_open
+        if is_saved or not (job.copies.held.get(node_id) or _has_rows(cluster, job, node_id)):
             continue
-        spread = known.get(job.job_id) or _spread(cluster, job)
-        known[job.job_id] = spread
-        left = replication.UncopiedState(
-            is_releasing=job.must_release_workers() and not job.is_open,
-            trains=spread.trains,
-            has_place=spread.has_place,
-            is_elsewhere=_goes_on_without(job, node_id, spread)
-            if not job.is_open
-            else spread.trains and _is_elsewhere(job, node_id, spread),
-        )
-        decision = replication.is_left_behind(left)
-        if decision.value:
-            return f"has state of job {job.job_id}: {decision.reason}"
+        coverage = known.get(job.job_id) or _coverage(cluster, job)
+        known[job.job_id] = coverage
+        if not _is_elsewhere(cluster, job, node_id, coverage):
+            why = "it does not lie elsewhere yet" if coverage.trains else "the next group needs it"
+            return f"has state of job {job.job_id}: {why}"
     return ""
 
 
-def _is_elsewhere(job: JobState, node_id: NodeId, spread: CopyCoverage) -> bool:
-    """Return whether other nodes have copies of all this node has of a training group."""
-    ages = job.copies.held.get(node_id, {}).values()
-    is_spread = node_id not in spread.holders and spread.base > replication.NO_COPY
-    return is_spread and all(age <= spread.base for age in ages)
-
-
-def _goes_on_without(job: JobState, node_id: NodeId, spread: CopyCoverage) -> bool:
-    """Return whether the nodes that stay have all the state of a job without a group."""
-    if spread.is_waiting:
+def _is_elsewhere(
+    cluster: ClusterState, job: JobState, node_id: NodeId, coverage: CopyCoverage
+) -> bool:
+    """Return whether the nodes that stay have what this node has of a job, or never will."""
+    if coverage.is_waiting or (coverage.trains and not coverage.has_place):
         return True
-    if not job.copies.is_sharded:
-        age = job.copies.newest(node_id, ALL_ALIKE)
-        return spread.staying.get(ALL_ALIKE, replication.NO_COPY) >= age
-    is_known = spread.base > replication.NO_COPY
-    return is_known and spread.staying.get(node_id, replication.NO_COPY) >= spread.base
+    if _has_rows(cluster, job, node_id):  # How new those are only its agent knows.
+        copied = coverage.staying.get(node_id, replication.NO_COPY)
+        if coverage.base == replication.NO_COPY:
+            return False
+        if not coverage.trains and copied < coverage.base:
+            return False
+    return all(
+        coverage.staying.get(source, replication.NO_COPY) >= age
+        or (not coverage.trains and _works_on(cluster, job, source))
+        for source, age in job.copies.held.get(node_id, {}).items()
+    )
 
 
-def _without_group(cluster: ClusterState, job: JobState, spread: CopyCoverage) -> CopyCoverage:
-    """Return the coverage of a job without a group: any waiting worker has unsharded state.
+def _works_on(cluster: ClusterState, job: JobState, node_id: NodeId) -> bool:
+    """Return whether a node's own workers are there, which have its rows, and it stays.
 
-    Of a sharded model, the rows of a lost node are as old as their copy, so copies of the other
-    rows need not be newer.
+    A node that is only known, or whose agent was started anew, may have lost its memory.
     """
-    present = {at: s for at, s in cluster.book.nodes.items() if s.is_present()}
-    found: dict[NodeId, replication.Age] = {}
+    state = cluster.book.nodes.get(node_id)
+    is_here = state is not None and state.session is not None and not state.drain.is_on
+    return is_here and any(worker.node_id == node_id for worker in job.present_members())
+
+
+def _coverage(cluster: ClusterState, job: JobState) -> CopyCoverage:
+    copies = job.copies
     staying: dict[NodeId, replication.Age] = {}
-    for at, by in job.copies.held.items():
-        for source, age in by.items() if at in present else ():
-            found[source] = max(age, found.get(source, age))
-            if not present[at].drain.is_on:
-                staying[source] = max(age, staying.get(source, age))
-    lost = [found.get(at, replication.NO_COPY) for at in _members(job) if at not in present]
-    base = min(lost, default=replication.NO_COPY)
-    is_kept = all(staying.get(s) == found.get(s) for s in _members(job) if s not in present)
-    # Copies of an earlier generation have other sources.
-    base = base if is_kept and base[0] == job.generation else replication.NO_COPY
-    is_waiting = (
-        not job.copies.is_sharded
-        and job.newest.training_since_ns is not None
-        and any(
-            w.stop_cause is None and w.report.in_place and not present[w.node_id].drain.is_on
-            for w in job.present_members()
-            if w.node_id in present
-        )
-    )
-    return spread._replace(base=base, staying=staying, is_waiting=is_waiting)
-
-
-def _has_part(cluster: ClusterState, job: JobState, node_id: NodeId) -> bool:
-    """Return whether a node has copies of a job, or rows of its own that workers left there."""
-    copies = job.copies
-    left_ns = cluster.now_ns if node_id in copies.holders else copies.left_ns.get(node_id)
-    is_kept = left_ns is not None and left_ns + ns(replication.KEPT_S) > cluster.now_ns
-    return bool(copies.held.get(node_id)) or (copies.is_sharded and is_kept)
-
-
-def _spread(cluster: ClusterState, job: JobState) -> CopyCoverage:
-    copies = job.copies
+    for node_id, by in copies.held.items():
+        for source, age in by.items() if _stays(cluster, node_id) else ():
+            staying[source] = max(age, staying.get(source, age))
     refused = {of for (of, _), at_ns in copies.refused_until_ns.items() if at_ns > cluster.now_ns}
-    places = [(source, at) for source, (at, _) in copies.holders.items()]
-    spread = CopyCoverage(
-        job.is_open and job.newest.training_since_ns is not None,
-        _base(job),
-        frozenset(at for _, at in places),
+    has_trained = job.newest.training_since_ns is not None
+    trains = job.is_open and has_trained
+    lost = [at for at in _members(job) if not _is_present(cluster, at)]
+    base = min((staying.get(at, replication.NO_COPY) for at in lost), default=replication.NO_COPY)
+    return CopyCoverage(
+        trains=trains,
+        staying=staying,
+        base=_base(job) if trains else base,
         # A coordinator that has just started has chosen no holder yet.
-        all(at or source in refused for source, at in places),
+        has_place=all(at or source in refused for source, at in copies.holders.items()),
+        is_waiting=not job.is_open
+        and not copies.is_sharded
+        and has_trained
+        and any(
+            worker.stop_cause is None and worker.report.in_place and _stays(cluster, worker.node_id)
+            for worker in job.present_members()
+        ),
     )
-    return spread if job.is_open else _without_group(cluster, job, spread)
+
+
+def _is_present(cluster: ClusterState, node_id: NodeId) -> bool:
+    state = cluster.book.nodes.get(node_id)
+    return state is not None and state.is_present()
+
+
+def _stays(cluster: ClusterState, node_id: NodeId) -> bool:
+    return _is_present(cluster, node_id) and not cluster.book.nodes[node_id].drain.is_on
+
+
+def _has_rows(cluster: ClusterState, job: JobState, node_id: NodeId) -> bool:
+    """Return whether a node's memory may have rows of a sharded model that workers left there."""
+    left_ns = job.copies.left_ns.get(node_id)
+    is_kept = left_ns is not None and left_ns + ns(replication.KEPT_S) > cluster.now_ns
+    return job.copies.is_sharded and (is_kept or node_id in job.copies.holders)
 
 
 def _drop_superfluous(cluster: ClusterState, job: JobState) -> None:
@@ -400,7 +418,7 @@ def _drop_superfluous(cluster: ClusterState, job: JobState) -> None:
     copies, base = job.copies, _base(job)
     for node_id in sorted(copies.held):
         for source, age in sorted(copies.held[node_id].items()):
-            is_wanted = copies.holders.get(source, (NO_NODE, ""))[0] == node_id
+            is_wanted = copies.holders.get(source) == node_id
             if not is_wanted and replication.is_superfluous(age, base):
                 _drop(cluster, job, node_id, source, "other nodes have newer ones", age)
 
@@ -411,7 +429,7 @@ def _base(job: JobState) -> replication.Age:
     Rows of an earlier group do not count: they are useless without the rows of all its nodes, some
     of which may be lost.
     """
-    ages = [job.copies.newest(at, source) for source, (at, _) in job.copies.holders.items()]
+    ages = [job.copies.newest(at, source) for source, at in job.copies.holders.items()]
     if job.copies.is_sharded:
         ages = [age if age[0] == job.generation else replication.NO_COPY for age in ages]
     return min(ages, default=replication.NO_COPY)
@@ -440,51 +458,5 @@ def _drop(
         cluster.send(state, DropCopy(job.job_id, reason, source, *age))
 
 
-def _places(cluster: ClusterState, job: JobState, source: NodeId) -> list[CopyCandidate]:
-    """Return the policy's candidates: in a large cluster, a subset for each shard."""
-    busy: dict[NodeId, int] = {}
-    for other in cluster.active():
-        for of, (holder, _) in other.copies.holders.items():
-            if holder and (other is not job or of != source):
-                busy[holder] = busy.get(holder, 0) + 1
-    members, states = _members(job), cluster.book.ordered()
-    if source != ALL_ALIKE and len(states) > 2 * NEIGHBOURS:
-        states = _near(job, states, members, source)
-    return [
-        _place(job, state, members, busy.get(state.node.node_id, 0), source) for state in states
-    ]
-
-
-def _near(
-    job: JobState, states: Sequence[NodeState], members: frozenset[NodeId], source: NodeId
-) -> list[NodeState]:
-    """Return the source, nodes after it (cyclic), some that do not train, and its holders."""
-    ids = [state.node.node_id for state in states]
-    at = ids.index(source) if source in ids else 0
-    near = {*(ids[at:] + ids[:at])[: NEIGHBOURS + 1]}
-    near |= {*[node_id for node_id in ids if node_id not in members][:NEIGHBOURS]}
-    near |= {node_id for node_id, by in job.copies.held.items() if source in by}
-    return [state for state in states if state.node.node_id in near]
-
-
 def _members(job: JobState) -> frozenset[NodeId]:
     return frozenset(m.node_id for m in job.members)
-
-
-def _place(
-    job: JobState, state: NodeState, members: frozenset[NodeId], num_copies: int, source: NodeId
-) -> CopyCandidate:
-    node_id = state.node.node_id
-    return CopyCandidate(
-        node_id=node_id,
-        host=state.node.host,
-        zone=zone_of(state.node.labels),
-        is_present=state.is_present(),
-        is_live=state.is_live(),
-        is_leaving=state.drain.is_on,
-        takes_copies=bool(state.copies_at),
-        has_members=node_id in members,
-        copy=job.copies.newest(node_id, source),
-        num_copies=num_copies,
-        refused_until_ns=job.copies.refused_until_ns.get((source, node_id), 0),
-    )

@@ -22,14 +22,12 @@ class PlacedCopyOrder(NamedTuple):
         generation: of the group that it is for.
         order: the order.
         holder_incarnation: of the agent that should hold the copy, which is lost with it.
-        num_lost: how often that agent had lost the copy.
     """
 
     session: SessionId
     generation: Generation
     order: Replicate
     holder_incarnation: int
-    num_lost: int
 
 
 @dataclass
@@ -41,14 +39,13 @@ class CopyBook:
         is_sharded: each node has its own rows. Then the following is by source: the node whose
             rows they are. Otherwise there is one source, "", because all have the same.
         not_before_ns: no holder is chosen earlier: a node may hold a copy and not have reported it.
-        holders: the node that should hold a source's copy, "" for none, and why that one.
+        holders: the node that should hold each source's copy, "" for none.
         held: by node, its last reported copies: source -> generation and steps.
         received_ns: by node and source, when that copy was first reported.
         left_ns: nodes whose workers have left the sharded run, and when; their memory is kept for
             a while.
         granted: nodes that may receive and serve copies, and the stream of that permission.
         ordered: the last order to the node of each source.
-        num_lost: by source, how often its holder had lost the copy.
         refused_until_ns: by source and node: until when a node that could not receive a copy is
             not chosen.
     """
@@ -56,13 +53,12 @@ class CopyBook:
     every_n_steps: int = 0
     is_sharded: bool = False
     not_before_ns: int = 0
-    holders: dict[NodeId, tuple[NodeId, str]] = field(default_factory=dict)
+    holders: dict[NodeId, NodeId] = field(default_factory=dict)
     held: dict[NodeId, dict[NodeId, tuple[Generation, int]]] = field(default_factory=dict)
     received_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     left_ns: dict[NodeId, int] = field(default_factory=dict)
     granted: dict[NodeId, SessionId] = field(default_factory=dict)
     ordered: dict[NodeId, PlacedCopyOrder] = field(default_factory=dict)
-    num_lost: dict[NodeId, int] = field(default_factory=dict)
     refused_until_ns: dict[tuple[NodeId, NodeId], int] = field(default_factory=dict)
 
     def newest(self, node_id: NodeId, source: NodeId) -> tuple[Generation, int]:

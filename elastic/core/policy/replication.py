@@ -3,6 +3,9 @@
 Unsharded state needs one copy, on a node without members. Of a sharded model every node has its own
 rows, whose copy is on any other node.
 
+All nodes are on a ring, and a copy goes to one of the next nodes behind its source. So no node
+holds many, whatever is preferred, and few nodes are compared in a large cluster.
+
 Rule: a copy is never on the node of its source, and it stays on its holder as long as that is true,
 because to move it is to send all of it.
 """
@@ -10,21 +13,24 @@ because to move it is to send all of it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain, islice
+from typing import NamedTuple
 
 from elastic.core.policy.decision import Decision
-from elastic.core.world import ALL_ALIKE, Generation, NodeId
+from elastic.core.world import Generation, NodeId
 
 NO_NODE = NodeId("")
 Age = tuple[Generation, int]
 """Generation and steps: of two copies, the greater one is newer."""
 NO_COPY: Age = (0, -1)
+NEARBY = 16
+"""How many nodes behind a source are candidates: a node holds the copies of no more sources."""
 TRAINING_COUNTS = 4
 """Weight, in copies, of a node that trains the job itself, and may be lost with the source."""
-
-
 KEPT_S = 120.0
 """How long a node keeps and serves the memory of workers that died there."""
 UNREPORTED_S = 10.0
@@ -59,85 +65,68 @@ class CopyProgress:
     waited_s: float
 
 
-@dataclass(frozen=True)
-class CopyCandidate:
-    """A node that may hold the copy.
+class CopyCandidate(NamedTuple):
+    """A node that may hold a copy, or that is a source.
 
     Attributes:
         host: its address: two agents under one address are likely to fail together.
         zone: nodes of one zone fail together; "" if unknown.
-        is_live: its stream is open.
-        takes_copies: its agent can be reached by others for this.
-        has_members: the job's group has members there.
-        copy: age of that source's copy there.
-        num_copies: other copies that it holds, or should hold.
-        refused_until_ns: it could not be reached, or had no memory; not chosen before.
+        trains: the job's group has members there.
     """
 
     node_id: NodeId
     host: str = ""
     zone: str = ""
-    is_present: bool = True
-    is_live: bool = True
-    is_leaving: bool = False
-    takes_copies: bool = True
-    has_members: bool = False
-    copy: Age = NO_COPY
-    num_copies: int = 0
-    refused_until_ns: int = 0
+    trains: bool = False
 
 
-def is_fit(place: CopyCandidate, now_ns: int, source: NodeId) -> bool:
-    has_it = place.has_members if source == ALL_ALIKE else place.node_id == source
-    return (
-        place.is_present
-        and not place.is_leaving
-        and place.takes_copies
-        and not has_it
-        and now_ns >= place.refused_until_ns
-    )
+def _place(node: CopyCandidate) -> tuple[int, NodeId]:
+    """Return the place on the ring: by a hash, because nodes of one zone have similar names."""
+    return zlib.crc32(node.node_id.encode()), node.node_id
+
+
+def ring(nodes: Iterable[CopyCandidate]) -> list[CopyCandidate]:
+    """Return nodes in their order on the ring."""
+    return sorted(nodes, key=_place)
 
 
 def choose(
-    places: Sequence[CopyCandidate], now_ns: int, source: NodeId = ALL_ALIKE
+    having: Sequence[CopyCandidate],
+    nodes: Sequence[CopyCandidate],
+    barred: Collection[NodeId],
+    ages: Mapping[NodeId, Age],
+    num_copies: Mapping[NodeId, int],
 ) -> Decision[NodeId]:
-    """Choose the holder of a training job's copy, if it cannot stay where it is.
+    """Choose the holder of a source's copy, if it cannot stay where it is.
 
     Args:
-        places: all nodes that may be chosen, and those that train.
-        now_ns: the moment.
-        source: the node whose rows they are, `ALL_ALIKE` if all members have the same.
+        having: the nodes that have that state anyway; the first one sends it.
+        nodes: all that can hold copies, in the order of `ring`.
+        barred: those that may not hold this one: they have the state anyway, or refused it.
+        ages: age of the copies of this source that nodes hold now.
+        num_copies: how many of the job's sources have their copy on a node, or should.
 
     Returns:
         The node; "" if there is none, with the reason.
     """
-    fit = [place for place in places if place.is_live and is_fit(place, now_ns, source)]
-    if fit:
-        newest = max(place.copy for place in fit)
-        is_whole = source == ALL_ALIKE
-        having = [p for p in places if (p.has_members if is_whole else p.node_id == source)]
-        hosts, zones = {p.host for p in having}, {p.zone for p in having}
-        best = min(
-            fit,
-            key=lambda p: (
-                p.copy < newest,
-                not p.zone or p.zone in zones,
-                p.host in hosts,
-                p.num_copies + TRAINING_COUNTS * p.has_members,
-                p.node_id <= source,  # Each to the next one, cyclic, so that none holds many.
-                p.node_id,
-            ),
-        )
-        why = f"it holds {best.num_copies} others" if best.copy == NO_COPY else "it has one"
-        return Decision(best.node_id, why)
-    refused = [p.refused_until_ns for p in places if p.refused_until_ns > now_ns]
-    live = sum(place.is_live for place in places)
-    training = sum(place.is_live and place.has_members for place in places)
-    reason = (
-        f"no node is there for it: {live} live, {training} of them train the job themselves, "
-        f"{len(refused)} cannot be reached or have no room"
+    at = bisect_right(nodes, _place(having[0]), key=_place)
+    behind = (one for one in chain(nodes[at:], nodes[:at]) if one.node_id not in barred)
+    near = [*islice(behind, NEARBY)]
+    if not near:
+        return Decision(NO_NODE, f"none of {len(nodes)} nodes may hold it")
+    near += [one for one in nodes if one.node_id in ages and one.node_id not in barred]
+    newest = max(ages.get(one.node_id, NO_COPY) for one in near)
+    hosts, zones = {one.host for one in having}, {one.zone for one in having}
+    best = min(  # Of equals the first one behind the source.
+        near,
+        key=lambda one: (
+            ages.get(one.node_id, NO_COPY) < newest,
+            not one.zone or one.zone in zones,
+            one.host in hosts,
+            num_copies.get(one.node_id, 0) + TRAINING_COUNTS * one.trains,
+        ),
     )
-    return Decision(NO_NODE, reason, min(refused, default=None))
+    return Decision(best.node_id, "it is behind the source" if newest == NO_COPY else "it has one")
 
 
 def querying_rank(node_id: NodeId, first_ranks: Mapping[NodeId, int], world_size: int) -> int:
@@ -176,34 +165,3 @@ def is_awaited(way: CopyProgress) -> Decision[bool]:
         return Decision(True, "it is on its way to another node")
     is_early = way.waited_s < UNREPORTED_S
     return Decision(is_early, f"not sent for {way.waited_s:.0f} s, of {UNREPORTED_S:g}")
-
-
-@dataclass(frozen=True)
-class UncopiedState:
-    """State of a job in the memory of a leaving node that does not train it any more.
-
-    Attributes:
-        is_releasing: the job is paused or preempted: it was saved, and waits for a user or a slot.
-        trains: all members of its newest group train.
-        has_place: another node accepts each copy, or may within some time.
-        is_elsewhere: all state that the newest or the next group could continue from is on other
-            nodes.
-    """
-
-    is_releasing: bool
-    trains: bool
-    has_place: bool
-    is_elsewhere: bool
-
-
-def is_left_behind(what: UncopiedState) -> Decision[bool]:
-    """Decide whether a drained node has to stay for its copies, until its deadline.
-
-    Without a training group, its copies may be the only ones, and the next group needs them. If
-    there is no other holder, waiting is useless.
-    """
-    if what.is_releasing or what.is_elsewhere:
-        return Decision(False, "it was saved" if what.is_releasing else "all of it lies elsewhere")
-    if not what.trains:
-        return Decision(True, "the next group may continue from it")
-    return Decision(what.has_place, "it does not lie elsewhere yet")
