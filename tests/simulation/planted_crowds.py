@@ -107,7 +107,7 @@ def takes_rows_of_the_group_before_for_newer_ones(patch: Patch) -> None:
 @bug
 def takes_the_next_snapshot_before_all_rows_have_arrived(patch: Patch) -> None:
     """The two snapshots of each node may then be of other steps than the copies of a dead node."""
-    patch.setattr(replication, "is_awaited", lambda way: Decision(False, "why wait"))
+    patch.setattr(replication, "is_awaited", lambda mode, **_: Decision(False, "why wait"))
 
 
 @bug

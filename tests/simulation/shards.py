@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elastic.core.policy import replication
-from elastic.core.policy.replication import CopyMode, CopyProgress
+from elastic.core.policy.replication import CopyMode
 from elastic.core.world import ALL_ALIKE, SNAPSHOT_SLOTS, Generation, HeldCopy, JobId, NodeId
 from tests.simulation.checkers import Checkers
 from tests.simulation.world import S, Timeline
@@ -136,9 +136,10 @@ class Shards:
         if run.newest.generation != run.generation:
             return False
         waited_s = (self._timeline.now_ns - run.taken_ns) / S
-        bringing = run.bringing.get(node, CopyMode.UNKNOWN)
-        has_arrived = run.arrived.get(node) == run.newest
-        return replication.is_awaited(CopyProgress(bringing, True, has_arrived, waited_s)).value
+        mode = run.bringing.get(node, CopyMode.UNKNOWN)
+        if run.arrived.get(node) == run.newest:
+            return False
+        return replication.is_awaited(mode, is_whole=True, waited_s=waited_s).value
 
     # ------------------------------------------------------------ nodes
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain, islice
 from typing import NamedTuple
@@ -46,23 +45,6 @@ class CopyMode(IntEnum):
     UNKNOWN = 0
     ON = 1
     OFF = 2
-
-
-@dataclass(frozen=True)
-class CopyProgress:
-    """The progress of the newest snapshot of a node's rows to its holder.
-
-    Attributes:
-        bringing: as reported by the agent.
-        is_whole: all workers of the node have copied their part.
-        has_arrived: the other node has it.
-        waited_s: since it was started.
-    """
-
-    bringing: CopyMode
-    is_whole: bool
-    has_arrived: bool
-    waited_s: float
 
 
 class CopyCandidate(NamedTuple):
@@ -151,17 +133,22 @@ def is_superfluous(copy: Age, base: Age) -> bool:
     return NO_COPY < copy <= base
 
 
-def is_awaited(way: CopyProgress) -> Decision[bool]:
-    """Decide whether the next snapshot of a sharded model has to wait for this one's arrival.
+def is_awaited(mode: CopyMode, *, is_whole: bool, waited_s: float) -> Decision[bool]:
+    """Decide whether the next snapshot of a sharded model has to wait for this one to arrive.
 
     There are two slots for snapshots, here and on the holders, and the next but one overwrites this
     one. If the next is started only when this one has arrived from all nodes, all rows of one of
     the two are in memory, whichever node dies. A group's first does not wait: the state that the
     group started from is in the other slot.
+
+    Args:
+        mode: as shown by the node's agent.
+        is_whole: all workers of the node have copied their part.
+        waited_s: since it was started.
     """
-    if way.has_arrived or way.bringing is CopyMode.OFF:
-        return Decision(False, "it has arrived" if way.has_arrived else "no node takes it")
-    if way.bringing is CopyMode.ON and way.is_whole:
+    if mode is CopyMode.OFF:
+        return Decision(False, "no node takes it")
+    if mode is CopyMode.ON and is_whole:
         return Decision(True, "it is on its way to another node")
-    is_early = way.waited_s < UNREPORTED_S
-    return Decision(is_early, f"not sent for {way.waited_s:.0f} s, of {UNREPORTED_S:g}")
+    is_early = waited_s < UNREPORTED_S
+    return Decision(is_early, f"not sent for {waited_s:.0f} s, of {UNREPORTED_S:g}")

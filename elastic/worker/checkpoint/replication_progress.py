@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 
-from elastic.core.policy.replication import CopyMode, CopyProgress, is_awaited
+from elastic.core.policy.replication import CopyMode, is_awaited
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.state.arena import SnapshotSlot
 
@@ -44,12 +44,10 @@ class ReplicationProgress:
         slot = self._slot
         if not self.is_awaited or slot is None:
             return False
-        bringing, arrived = slot.copy_progress()
-        if bringing is CopyMode.OFF or arrived == self._newest:
-            return False
+        mode, arrived = slot.copy_progress()
+        if mode is CopyMode.OFF or arrived == self._newest:
+            return False  # Without reading all marks: this is asked after each step.
         mark = slot.whole()
         is_whole = mark is not None and (mark.steps, mark.generation) == self._newest
         waited_s = time.monotonic() - self._since_s
-        return is_awaited(
-            CopyProgress(bringing, is_whole, has_arrived=False, waited_s=waited_s)
-        ).value
+        return is_awaited(mode, is_whole=is_whole, waited_s=waited_s).value
