@@ -97,8 +97,10 @@ def take_held(cluster: ClusterState, state: NodeState, copies: Sequence[HeldCopy
             for source, age in by_source.items():
                 if known.copies.newest(node_id, source) != age:
                     known.copies.received_ns[node_id, source] = cluster.now_ns
+            is_routine = known.copies.is_settled(node_id, by_source)
             known.copies.held[node_id] = by_source
-            cluster.touch(known)
+            if not (is_routine and known.is_open):
+                cluster.touch(known)
 
 
 def _note_lost(job: JobState, node_id: NodeId, now: dict[NodeId, replication.Age]) -> None:
@@ -261,10 +263,11 @@ def _order(cluster: ClusterState, job: JobState, senders: Mapping[NodeId, NodeSt
     for each new agent of the holder, which has lost the copy.
     """
     before, job.copies.ordered = job.copies.ordered, {}
+    key = key_of(cluster, job.job_id)
     for source, sender in senders.items():
         if sender.session is not None:
             holder = cluster.book.nodes.get(job.copies.holders[source])
-            order = _wanted(cluster, job, source, holder)
+            order = _wanted(job, source, holder, key)
             incarnation = holder.node.incarnation if holder is not None else 0
             placed = PlacedCopyOrder(sender.session, job.generation, order, incarnation)
             job.copies.ordered[source] = placed
@@ -278,9 +281,7 @@ def _order(cluster: ClusterState, job: JobState, senders: Mapping[NodeId, NodeSt
             cluster.send(senders[source], wanted.order)
 
 
-def _wanted(
-    cluster: ClusterState, job: JobState, source: NodeId, holder: NodeState | None
-) -> Replicate:
+def _wanted(job: JobState, source: NodeId, holder: NodeState | None, key: str) -> Replicate:
     """Return the order for the sender of a source's copy: perhaps that no node holds it.
 
     Workers of a sharded model would wait for one.
@@ -289,7 +290,7 @@ def _wanted(
     every = job.copies.every_n_steps
     if holder is None:
         return Replicate(job.job_id, NO_NODE, "", "", every, source, generation)
-    key, node_id = key_of(cluster, job.job_id), holder.node.node_id
+    node_id = holder.node.node_id
     return Replicate(job.job_id, node_id, holder.copies_at, key, every, source, generation)
 
 

@@ -64,6 +64,18 @@ class CopyBook:
     def newest(self, node_id: NodeId, source: NodeId) -> tuple[Generation, int]:
         return self.held.get(node_id, {}).get(source, NO_COPY)
 
+    def is_settled(self, node_id: NodeId, now: dict[NodeId, tuple[Generation, int]]) -> bool:
+        """Return whether nothing follows from what a node holds now, but that it is newer.
+
+        Else a copy came or was lost, or some holder's makes others superfluous.
+        """
+        before = self.held.get(node_id, {})
+        return (
+            before.keys() == now.keys()
+            and all(before[source] <= age for source, age in now.items())
+            and all(self.holders.get(s) == at for at, by in self.held.items() for s in by)
+        )
+
     def view(self, first: NodeId) -> tuple[CopyView, ...]:
         """Return the copies for the status; `first` is rank 0's node, source of unsharded state."""
         return tuple(
