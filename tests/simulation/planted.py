@@ -341,13 +341,13 @@ def forgets_the_time_of_workers_that_are_gone(patch: Patch) -> None:
 @bug
 def leaves_alone_who_does_not_leave(patch: Patch) -> None:
     """Only stuck members of the newest group are ended."""
-    honest = reconcile._give_up_stuck
+    honest = reconcile._kill_overdue_workers
 
-    def give_up_stuck(cluster: Any, job: Any) -> None:
+    def kill_overdue_workers(cluster: Any, job: Any) -> None:
         if job.is_open:
             honest(cluster, job)
 
-    patch.setattr(reconcile, "_give_up_stuck", give_up_stuck)
+    patch.setattr(reconcile, "_kill_overdue_workers", kill_overdue_workers)
 
 
 @bug

@@ -219,7 +219,7 @@ def on_disconnected(cluster: ClusterState, event: AgentDisconnected) -> None:
     else:
         state.move(NodePhase.DISCONNECTED, cluster.now_ns, event.reason)
         state.absence.lost_at_ns = cluster.now_ns + ns(cluster.config.node_grace_s)
-        if node_liveness.is_for_our_sake(cluster, state):
+        if node_liveness.caused_by_our_suspend(cluster, state):
             node_liveness.extend_grace(cluster, state)
         cluster.note("node_disconnected", node=state.node.node_id, reason=event.reason)
         node_liveness.check_broken_groups(cluster, state)

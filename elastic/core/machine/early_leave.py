@@ -42,7 +42,7 @@ def has_left(job: JobState) -> bool:
     return job.is_open and any(w.has_finished(job.generation) for w in job.present_members())
 
 
-def judge(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
+def charge_early_finish(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
     """Decide whether finished members have broken a group, and charge the job for it."""
     if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
         return Decision(EarlyLeaveOutcome.AGAIN, "the group changes")

@@ -46,7 +46,7 @@ def news(cluster: ClusterState, job: JobState) -> Preemption | None:
     return Preemption(WorkerId(""), job.generation, left_ns, first.drain.announced, leaving)
 
 
-def exhausts_budget(cluster: ClusterState, job: JobState, staying: Iterable[WorkerId]) -> bool:
+def charge_preemptions(cluster: ClusterState, job: JobState, staying: Iterable[WorkerId]) -> bool:
     """Count the nodes that a drain takes from the open group; return whether that is one too many.
 
     Counted when the group is replaced, so that the count is durable with the next group.

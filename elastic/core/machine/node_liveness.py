@@ -42,7 +42,7 @@ def on_woke(cluster: ClusterState, event: WokeFromSuspend) -> None:
     cluster.touch_active()
 
 
-def is_for_our_sake(cluster: ClusterState, state: NodeState) -> bool:
+def caused_by_our_suspend(cluster: ClusterState, state: NodeState) -> bool:
     """Return whether a stream that ends now has ended because of our suspend.
 
     The ends of ten thousand streams are noticed one after the other.

@@ -78,7 +78,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         # a new member would train without it, and be spent itself when the successor joins.
         _start_workers(cluster, job)
     for _ in range(ROUNDS_MAX):
-        _give_up_stuck(cluster, job)
+        _kill_overdue_workers(cluster, job)
         if _is_complete(job):
             end_job(cluster, job, JobPhase.SUCCEEDED, "all workers finished")
             return
@@ -184,30 +184,30 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
         timeouts.show_all(cluster, job, decision.reason)
     if plan.cause == "broken" and plan.act in (GroupAction.FORM, GroupAction.RESTART):
         if early_leave.has_left(job):
-            verdict = early_leave.judge(cluster, job)
+            verdict = early_leave.charge_early_finish(cluster, job)
             wake(job, verdict.wake_ns)
             if verdict.value is early_leave.EarlyLeaveOutcome.WAIT:
-                _holds(job, verdict.reason)
+                _set_reason(job, verdict.reason)
                 return False
             if verdict.value is early_leave.EarlyLeaveOutcome.FAIL:
                 end_job(cluster, job, JobPhase.FAILED, verdict.reason)
                 return False
             decision = replace(decision, reason=verdict.reason)
-        elif _fails_by_break(cluster, job):
+        elif _charge_broken_group(cluster, job):
             return False
     if plan.act is GroupAction.FORM:
-        if leaving.exhausts_budget(cluster, job, plan.members):
+        if leaving.charge_preemptions(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _form(cluster, job, plan, decision.reason)
-        _holds(job, membership.forming(0, len(plan.members)))
+        _set_reason(job, membership.forming(0, len(plan.members)))
         return False
     if plan.act is GroupAction.ASK:
         request_leave(cluster, job, plan, decision.reason)
-        _holds(job, decision.reason)
+        _set_reason(job, decision.reason)
         return False
     if plan.act in (GroupAction.SUSPEND, GroupAction.RESTART):
-        if leaving.exhausts_budget(cluster, job, plan.members):
+        if leaving.charge_preemptions(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _end_group(cluster, job, plan, decision.reason)
@@ -215,16 +215,16 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     if plan.act is GroupAction.WAIT:
         job.waits_for = decision.reason
     else:
-        _holds(job, decision.reason)
+        _set_reason(job, decision.reason)
     return False
 
 
-def _holds(job: JobState, reason: str) -> None:
+def _set_reason(job: JobState, reason: str) -> None:
     """Record that there is a group, or that one is forming, with the reason to show."""
     job.waits_for, job.reason = "", links.explain(job, reason)
 
 
-def _fails_by_break(cluster: ClusterState, job: JobState) -> bool:
+def _charge_broken_group(cluster: ClusterState, job: JobState) -> bool:
     """Charge a group that broke without a loss; return whether the job has ended for it.
 
     Not while one of its nodes leaves, which broke it, nor while a member is still joining: the
@@ -365,7 +365,7 @@ def _is_complete(job: JobState) -> bool:
     return bool(left) and all(worker.has_finished(job.generation) for worker in left)
 
 
-def _give_up_stuck(cluster: ClusterState, job: JobState) -> None:
+def _kill_overdue_workers(cluster: ClusterState, job: JobState) -> None:
     """Kill workers that did not start, join or leave in time.
 
     Forming members wait for absent ones. If all are forming and none finishes, the hanging one is
