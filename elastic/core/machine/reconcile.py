@@ -181,7 +181,7 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     wake(job, decision.wake_ns)
     plan = decision.value
     if plan.dumps_stacks:
-        timeouts.show_all(cluster, job, decision.reason)
+        timeouts.dump_group_stacks(cluster, job, decision.reason)
     if plan.cause == "broken" and plan.act in (GroupAction.FORM, GroupAction.RESTART):
         if early_leave.has_left(job):
             verdict = early_leave.charge_early_finish(cluster, job)
@@ -405,7 +405,7 @@ def _kill_overdue_workers(cluster: ClusterState, job: JobState) -> None:
         else:
             continue
         limit_s = timeouts.patience_s(cluster, job, worker)
-        wake_ns = timeouts.show_first(cluster, worker, since_ns, limit_s, f"has to {what}")
+        wake_ns = timeouts.dump_before_kill(cluster, worker, since_ns, limit_s, f"has to {what}")
         if wake_ns is not None:
             wake(job, wake_ns)
             continue

@@ -221,7 +221,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
             seconds=seconds,
         )
     if fresh:
-        timeouts.show_all(cluster, job, decision.reason)
+        timeouts.dump_group_stacks(cluster, job, decision.reason)
     for worker_id in culprits:
         if cluster.now_ns - job.newest.hang.culprits[worker_id] >= timeouts.DUMP_NS:
             detail = f"did not move for {seconds} s: {decision.reason}"
@@ -235,5 +235,5 @@ def _unstick(cluster: ClusterState, job: JobState, why: str) -> None:
         return
     job.newest.hang.stuck = why
     cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
-    timeouts.show_all(cluster, job, why)
+    timeouts.dump_group_stacks(cluster, job, why)
     cluster.touch(job)

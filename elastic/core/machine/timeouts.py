@@ -110,13 +110,13 @@ def is_saving(cluster: ClusterState, job: JobState) -> bool:
     )
 
 
-def show_all(cluster: ClusterState, job: JobState, why: str) -> None:
+def dump_group_stacks(cluster: ClusterState, job: JobState, why: str) -> None:
     """Request the stacks of all members of the newest group."""
     for worker in _members(job):
         send_worker(cluster, worker, DumpStacks(worker.report.worker_id, why))
 
 
-def show_first(
+def dump_before_kill(
     cluster: ClusterState, worker: WorkerState, since_ns: int, limit_s: float, why: str
 ) -> int | None:
     """Request the stacks of a worker that is about to be killed for being late.
