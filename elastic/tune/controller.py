@@ -456,23 +456,23 @@ class Controller:
 
     def _apply(self, trial: Trial, decision: Decision[TrialDecision]) -> None:
         verdict, number = decision.value, trial.number
-        if verdict.act is TrialAction.GO_ON and not verdict.rungs:
+        if verdict.action is TrialAction.GO_ON and not verdict.rungs:
             return
         event: dict[str, Any] = {
             "e": "decided",
             "trial": number,
             "n": trial.iteration,
-            "what": verdict.act.value,
+            "what": verdict.action.value,
             "reason": decision.reason,
             "rungs": {str(at): value for at, value in verdict.rungs.items()},
         }
-        if verdict.act is TrialAction.EXPLOIT:
+        if verdict.action is TrialAction.EXPLOIT:
             self._exploit(trial, event, self.study.trials[verdict.donor])
             return
         self._log.add(event)
-        if verdict.act is TrialAction.STOP:
+        if verdict.action is TrialAction.STOP:
             self._halt(trial, decision.reason)
-        elif verdict.act is TrialAction.PAUSE:
+        elif verdict.action is TrialAction.PAUSE:
             self._ask(self._client.pause, trial)
 
     def _exploit(self, trial: Trial, event: dict[str, Any], donor: Trial) -> None:
@@ -549,7 +549,7 @@ class Controller:
             if self._stop_reason:
                 return  # Perhaps only now: a trial that fails at its start may end the study.
             trial = self.study.trials[number]
-            if decision.value.act is TrialAction.STOP:
+            if decision.value.action is TrialAction.STOP:
                 self._apply(trial, decision)
                 continue
             self._log.add({"e": "resumed", "trial": number, "reason": decision.reason})

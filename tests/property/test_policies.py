@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
 from elastic.core.policy import failure, membership, placement, ranks, retention
-from elastic.core.policy.membership import WAITING_PHASES, Candidate, CurrentGroup, GroupAction
+from elastic.core.policy.membership import FORMABLE_PHASES, Candidate, CurrentGroup, GroupAction
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.policy.placement import NodeOffer
 from elastic.core.world import (
@@ -91,7 +91,7 @@ def groups(draw: st.DrawFn, job: JobSpec) -> CurrentGroup:
 
 def is_able(candidate: Candidate, current: CurrentGroup, interrupting: bool) -> bool:
     """Say in one sentence who may be announced into a group."""
-    waits = candidate.phase in WAITING_PHASES
+    waits = candidate.phase in FORMABLE_PHASES
     interrupted = interrupting and candidate.worker_id in current.members
     told = candidate.present and candidate.reachable and not candidate.leaving
     return told and (waits or interrupted)
@@ -114,7 +114,7 @@ def test_a_plan_keeps_its_guarantees_and_the_order_of_candidates_is_irrelevant(
     by_id = {c.worker_id: c for c in found}
     able = [c.worker_id for c in found if is_able(c, current, interrupting=current.is_open)]
     largest = min(len(able), job.max_workers) // job.workers_per_replica * job.workers_per_replica
-    if plan.act is GroupAction.FORM:
+    if plan.action is GroupAction.FORM:
         assert job.min_workers <= len(plan.members) <= job.max_workers
         assert len(plan.members) % job.workers_per_replica == 0
         assert len(set(plan.members)) == len(plan.members) == largest
@@ -125,17 +125,17 @@ def test_a_plan_keeps_its_guarantees_and_the_order_of_candidates_is_irrelevant(
         assert plan.cause in ("start", "resume", "lost", "drain", "broken", "join")
     else:
         assert plan.members == ()
-    if plan.act is GroupAction.SUSPEND:
+    if plan.action is GroupAction.SUSPEND:
         assert largest < job.min_workers
-    if plan.act in (GroupAction.ASK, GroupAction.SUSPEND, GroupAction.KEEP):
+    if plan.action in (GroupAction.ASK, GroupAction.SUSPEND, GroupAction.KEEP):
         assert current.is_open
-    if plan.act is GroupAction.ASK:
+    if plan.action is GroupAction.ASK:
         # Nobody is asked the same twice.
         assert not current.leave_requested or plan.saves is not current.saves
         assert all(by_id[w].present and by_id[w].reachable for w in current.members)
-    if plan.act is GroupAction.WAIT:
+    if plan.action is GroupAction.WAIT:
         assert not current.is_open
-    if plan.act is GroupAction.KEEP:
+    if plan.action is GroupAction.KEEP:
         assert all(w in by_id and by_id[w].present for w in current.members)
 
 
@@ -152,7 +152,7 @@ def test_the_same_facts_at_their_wake_up_give_another_answer(
         return
     before = membership.decide(job, current, found, first.wake_ns - 1, config)
     assert (before.value, before.reason) == (first.value, first.reason)
-    if first.value.act is not GroupAction.ASK:
+    if first.value.action is not GroupAction.ASK:
         after = membership.decide(job, current, found, first.wake_ns, config)
         assert (after.value, after.wake_ns) != (first.value, first.wake_ns)
 

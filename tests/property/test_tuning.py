@@ -41,14 +41,14 @@ class Trace:
         trial = replace(trial, curve=[*trial.curve, (at, value)])
         others = [one for one in self.seen if one.number != number]
         verdict = policy.judge(trial, others).value
-        is_over = verdict.act is TrialAction.STOP or at == length
+        is_over = verdict.action is TrialAction.STOP or at == length
         self.seen[number] = replace(
             trial,
             rungs={**trial.rungs, **verdict.rungs},
             is_over=is_over,
-            is_complete=is_over and verdict.act is not TrialAction.STOP,
+            is_complete=is_over and verdict.action is not TrialAction.STOP,
         )
-        return verdict.act
+        return verdict.action
 
 
 def orders(random: Random, count: int, length: int) -> list[int]:
@@ -130,7 +130,7 @@ def test_asha_stops_at_max_t_and_says_why_it_stops() -> None:
     policy = Asha(1, 2, max_t=4, sign=-1.0)
     good, bad = TrialProgress(0, rungs={1: -0.25}), TrialProgress(1, curve=[(1, -0.75)])
     decision = policy.judge(bad, [good])
-    assert decision.value.act is TrialAction.STOP
+    assert decision.value.action is TrialAction.STOP
     assert decision.reason == "0.75 at rung 1 is behind 0.25, of the best 1/2 of 2"
     done = TrialProgress(0, curve=[(4, 0.5)], rungs={1: 0.5, 2: 0.5})
     assert policy.judge(done, []).reason == "reached max_t=4"
@@ -139,7 +139,7 @@ def test_asha_stops_at_max_t_and_says_why_it_stops() -> None:
 def test_asha_that_stops_nobody_at_max_t_remembers_what_passed_the_rungs_before() -> None:
     late = TrialProgress(0, curve=[(4, 0.5)], rungs={1: 0.5})
     verdict = Asha(1, 2, max_t=4, stops_last=False).judge(late, []).value
-    assert (verdict.act, verdict.rungs) == (TrialAction.GO_ON, {2: 0.5})
+    assert (verdict.action, verdict.rungs) == (TrialAction.GO_ON, {2: 0.5})
 
 
 # ------------------------------------------------------------------------------------- HyperBand
@@ -177,11 +177,11 @@ def test_hyperband_ends_every_trial_and_the_best_of_a_bracket_goes_all_the_way(
         seen[trial.number] = replace(
             trial,
             rungs={**trial.rungs, **verdict.rungs},
-            is_over=verdict.act is TrialAction.STOP,
-            is_paused=verdict.act is TrialAction.PAUSE,
+            is_over=verdict.action is TrialAction.STOP,
+            is_paused=verdict.action is TrialAction.PAUSE,
         )
         for number, decision in policy.settle(seen, is_exhausted=True):
-            stops = decision.value.act is TrialAction.STOP
+            stops = decision.value.action is TrialAction.STOP
             assert seen[number].is_paused
             seen[number] = replace(seen[number], is_paused=False, is_over=stops)
     assert all(one.is_over for one in seen)
@@ -215,7 +215,7 @@ def test_who_takes_over_is_bad_and_the_donor_is_good(
     others = [TrialProgress(number + 1, rungs={4: score}) for number, score in enumerate(scores)]
     verdict = Pbt(4, 0, quantile).judge(TrialProgress(0, curve=[(4, value)]), others, draw).value
     assert verdict.rungs.keys() == {4}
-    if verdict.act is TrialAction.EXPLOIT:
+    if verdict.action is TrialAction.EXPLOIT:
         donor = scores[verdict.donor - 1]
         assert math.isnan(value) or donor >= value
         assert not math.isnan(donor)
@@ -224,14 +224,16 @@ def test_who_takes_over_is_bad_and_the_donor_is_good(
 def test_nobody_takes_over_before_its_time_or_from_its_equals() -> None:
     others = [TrialProgress(number, rungs={4: 1.0}) for number in range(1, 4)]
     assert (
-        Pbt(4).judge(TrialProgress(0, curve=[(3, 0.0)]), others, 0.0).value.act is TrialAction.GO_ON
+        Pbt(4).judge(TrialProgress(0, curve=[(3, 0.0)]), others, 0.0).value.action
+        is TrialAction.GO_ON
     )
     assert (
-        Pbt(4).judge(TrialProgress(0, curve=[(4, 1.0)]), others, 0.0).value.act is TrialAction.GO_ON
+        Pbt(4).judge(TrialProgress(0, curve=[(4, 1.0)]), others, 0.0).value.action
+        is TrialAction.GO_ON
     )
     assert (
-        Pbt(4).judge(TrialProgress(0, curve=[(4, 0.0)]), others, 0.0).value.act
+        Pbt(4).judge(TrialProgress(0, curve=[(4, 0.0)]), others, 0.0).value.action
         is TrialAction.EXPLOIT
     )
     late = TrialProgress(0, curve=[(5, 0.0)], rungs={4: 0.0})
-    assert Pbt(4).judge(late, others, 0.0).value.act is TrialAction.GO_ON
+    assert Pbt(4).judge(late, others, 0.0).value.action is TrialAction.GO_ON

@@ -1,4 +1,4 @@
-"""Which workers form the next group: tables of facts, and the act and reason that follow.
+"""Which workers form the next group: tables of facts, and the action and reason that follow.
 
 A worker is written as "a1:train/2", which is worker a/1 in phase TRAINING of generation 2,
 followed by marks: "x" gone, "?" its node does not answer, "L" leaving, "O" leaving without a
@@ -87,7 +87,7 @@ def answer(decision: Decision[GroupPlan]) -> str:
     """Return the plan as "form start: a1 b1" and the like."""
     plan = decision.value
     members = " ".join(w.replace("/", "") for w in plan.members)
-    return f"{plan.act.value} {plan.cause}".strip() + (f": {members}" if members else "")
+    return f"{plan.action.value} {plan.cause}".strip() + (f": {members}" if members else "")
 
 
 # ---------------------------------------------------------------- no group is out there
@@ -218,10 +218,10 @@ def test_a_group_that_lost_a_member_is_replaced_at_once(
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [
-        ("a1:train/1s b1:train/1s", "restart lost: a1 b1"),
-        ("a1:train/1s b1:broken/1s d1:ready/0", "restart lost: a1 b1 d1"),
+        ("a1:train/1s b1:train/1s", "replace lost: a1 b1"),
+        ("a1:train/1s b1:broken/1s d1:ready/0", "replace lost: a1 b1 d1"),
         # One is still in its script's first lines, the other in a loop that goes on.
-        ("a1:train/1s b1:train/1", "restart lost: a1 b1"),
+        ("a1:train/1s b1:train/1", "replace lost: a1 b1"),
         # Who was only forming the group has begun nothing.
         ("a1:form/1 b1:form/1", "form lost: a1 b1"),
     ],
@@ -245,7 +245,7 @@ def test_members_that_are_replaced_wait_for_each_other_for_a_while() -> None:
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [
-        ("a1:train/1s b1:train/1s c1:ready/0", "restart join: a1 b1 c1"),
+        ("a1:train/1s b1:train/1s c1:ready/0", "replace join: a1 b1 c1"),
         # Another one is about to be ready as well.
         ("a1:train/1s b1:train/1s c1:ready/0 d1:start/0", "ask join"),
         ("a1:train/1s b1:done/1s c1:ready/0", "ask join"),
@@ -406,9 +406,9 @@ def test_a_loss_counts_before_a_deadline_and_a_deadline_before_a_broken_group() 
     assert answer(ask(workers, "a1 b1 c1 d1")) == "form lost: a1 b1"
 
 
-@pytest.mark.parametrize("act", list(GroupAction))
-def test_a_plan_other_than_form_names_no_members(act: GroupAction) -> None:
-    assert GroupPlan(act).members == ()
+@pytest.mark.parametrize("action", list(GroupAction))
+def test_a_plan_other_than_form_names_no_members(action: GroupAction) -> None:
+    assert GroupPlan(action).members == ()
 
 
 # ---------------------------------------------------------------- who has the state

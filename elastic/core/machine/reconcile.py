@@ -182,7 +182,7 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     plan = decision.value
     if plan.dumps_stacks:
         timeouts.dump_group_stacks(cluster, job, decision.reason)
-    if plan.cause == "broken" and plan.act in (GroupAction.FORM, GroupAction.RESTART):
+    if plan.cause == "broken" and plan.action in (GroupAction.FORM, GroupAction.REPLACE):
         if early_leave.has_left(job):
             verdict = early_leave.charge_early_finish(cluster, job)
             wake(job, verdict.wake_ns)
@@ -195,24 +195,24 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
             decision = replace(decision, reason=verdict.reason)
         elif _charge_broken_group(cluster, job):
             return False
-    if plan.act is GroupAction.FORM:
+    if plan.action is GroupAction.FORM:
         if leaving.charge_preemptions(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _form(cluster, job, plan, decision.reason)
         _set_reason(job, membership.forming(0, len(plan.members)))
         return False
-    if plan.act is GroupAction.ASK:
+    if plan.action is GroupAction.ASK:
         request_leave(cluster, job, plan, decision.reason)
         _set_reason(job, decision.reason)
         return False
-    if plan.act in (GroupAction.SUSPEND, GroupAction.RESTART):
+    if plan.action in (GroupAction.SUSPEND, GroupAction.REPLACE):
         if leaving.charge_preemptions(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _end_group(cluster, job, plan, decision.reason)
         return True
-    if plan.act is GroupAction.WAIT:
+    if plan.action is GroupAction.WAIT:
         job.waits_for = decision.reason
     else:
         _set_reason(job, decision.reason)
@@ -328,7 +328,7 @@ def request_leave(cluster: ClusterState, job: JobState, plan: GroupPlan, reason:
 def _end_group(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) -> None:
     """Order the members to leave at once; they keep their state and wait, or are replaced."""
     job.newest.move(GroupPhase.NONE)
-    job.newest.anew_ns = cluster.now_ns if plan.act is GroupAction.RESTART else None
+    job.newest.anew_ns = cluster.now_ns if plan.action is GroupAction.REPLACE else None
     cluster.queue.is_outdated = True
     job.newest.announced_ns = cluster.now_ns
     job.reason = reason

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from elastic.core.config import NS_PER_S
 from elastic.core.machine.job_parts import ReportWave, WaveKind
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
-from elastic.core.policy.membership import WAITING_PHASES
+from elastic.core.policy.membership import FORMABLE_PHASES
 from elastic.core.world import NO_GENERATION, WorkerId, WorkerPhase, WorkerReport
 
 POLL_NS, POLL_NS_PER_WORKER = NS_PER_S // 10, 50_000
@@ -86,7 +86,7 @@ def _is_behind(cluster: ClusterState, job: JobState, worker: WorkerState) -> boo
 
 def _is_inside(_: ClusterState, job: JobState, worker: WorkerState) -> bool:
     report = worker.report
-    return report.generation != job.generation or report.phase not in WAITING_PHASES
+    return report.generation != job.generation or report.phase not in FORMABLE_PHASES
 
 
 def _is_starting(_: ClusterState, job: JobState, worker: WorkerState) -> bool:

@@ -29,7 +29,7 @@ An earlier one has asked them: either a member was lost, or all are about to rea
 ANEW_S = 30.0
 """How long processes that are all replaced together wait for each other's imports."""
 
-WAITING_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
+FORMABLE_PHASES = (WorkerPhase.READY, WorkerPhase.BROKEN, WorkerPhase.FINISHED)
 """Phases in which a worker can be announced into a group without being interrupted."""
 
 BUSY_PHASES = (WorkerPhase.FORMING, WorkerPhase.TRAINING)
@@ -49,14 +49,14 @@ class GroupAction(Enum):
     """Ask all members to leave at their next boundary."""
     SUSPEND = "suspend"
     """Members leave now, because too few are left: they wait with their state."""
-    RESTART = "restart"
+    REPLACE = "replace"
     """Members leave now, because processes are spent: `members`, or the processes that replace
     them, form the next group."""
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """An act, with its members (by preference, not yet ranked) and a one-word cause.
+    """An action, with its members (by preference, not yet ranked) and a one-word cause.
 
     Attributes:
         saves: members must save their state where they leave.
@@ -64,7 +64,7 @@ class GroupPlan:
         is_unsaved: members form the next group because their state could not be saved.
     """
 
-    act: GroupAction
+    action: GroupAction
     members: tuple[WorkerId, ...] = ()
     cause: str = ""
     saves: bool = False
@@ -196,7 +196,7 @@ def choose(
         if not (candidate.present and candidate.reachable) or leaves:
             continue
         is_interrupted = interrupting and is_member
-        is_free = candidate.phase in WAITING_PHASES and not candidate.spent
+        is_free = candidate.phase in FORMABLE_PHASES and not candidate.spent
         if is_free or is_interrupted:
             able.append(worker_id)
     size = min(len(able), spec.max_workers) // spec.workers_per_replica * spec.workers_per_replica
@@ -272,7 +272,7 @@ def _decide_open(
     saves = set(current.members).isdisjoint(wanted) if wanted else current.saves
     left = [c for c in here if c.phase is WorkerPhase.READY]
     if left:
-        out = sum(1 for c in here if c.phase in WAITING_PHASES)
+        out = sum(1 for c in here if c.phase in FORMABLE_PHASES)
         is_saving = current.is_saving and saves
         until = min(c.since_ns for c in left) + _timeout_ns(current, is_saving, awaited, config)
         if out == len(members) or now_ns >= until:
@@ -427,8 +427,8 @@ def _replace_by(
         )
     if cause == "join" and len(members) < len(current.members):
         cause = "drain"
-    act = GroupAction.RESTART if any(by_id[w].spent for w in members) else GroupAction.FORM
-    return Decision(GroupPlan(act, members, cause), why)
+    action = GroupAction.REPLACE if any(by_id[w].spent for w in members) else GroupAction.FORM
+    return Decision(GroupPlan(action, members, cause), why)
 
 
 def _replace_stuck(
@@ -479,7 +479,7 @@ def _choose_with_state(
         return members
     able = {w: c for w, c in by_id.items() if not c.leaving or c.leave_by_ns is not None}
     others = [w for w in current.members if w not in left_out]
-    waiting = [w for w in left_out if w in current.members or by_id[w].phase in WAITING_PHASES]
+    waiting = [w for w in left_out if w in current.members or by_id[w].phase in FORMABLE_PHASES]
     preferred = replace(current, members=(*waiting, *others))
     return choose(spec, preferred, able, interrupting=interrupting, with_leavers=True)
 
@@ -497,7 +497,7 @@ def _left_out(by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]) -> 
 def _to_wait_for(
     current: CurrentGroup, by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]
 ) -> list[WorkerId]:
-    """Return those of `_left_out` that may come: silent, or still in a group that is over."""
+    """Return those of `_left_out` that must be awaited: silent, or in a group that is over."""
     interrupted = current.members if current.is_open else ()  # A new group takes them out of it.
     return [
         w
@@ -506,7 +506,7 @@ def _to_wait_for(
     ]
 
 
-def _may_come(
+def _must_be_awaited(
     current: CurrentGroup, by_id: dict[WorkerId, Candidate], members: Sequence[WorkerId]
 ) -> list[WorkerId]:
     """Return the workers without which no group of `members` should form now.
@@ -532,7 +532,7 @@ def _decide_closed(
     """Decide without an open group: form one as soon as enough workers wait for it."""
     members = _choose_with_state(spec, current, by_id, interrupting=False)
     here = [c for c in by_id.values() if c.present and not c.spent]
-    ready = [c for c in here if c.reachable and c.phase in WAITING_PHASES]
+    ready = [c for c in here if c.reachable and c.phase in FORMABLE_PHASES]
     busy = [c for c in here if c.phase in BUSY_PHASES]
     starting = sum(1 for c in by_id.values() if c.present and _is_starting(c))
     if not members:
@@ -543,7 +543,7 @@ def _decide_closed(
         if away:
             state += f", {away} on nodes that do not answer"
         return Decision(GroupPlan(GroupAction.WAIT), state)
-    holders = _may_come(current, by_id, members)
+    holders = _must_be_awaited(current, by_id, members)
     if holders:
         state = f"{len(members)} workers ready, {_waiting_for_state(holders)}"
         return Decision(GroupPlan(GroupAction.WAIT), state)

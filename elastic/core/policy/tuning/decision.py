@@ -30,7 +30,7 @@ class TrialDecision:
         donor: of `EXPLOIT`: number of the trial whose checkpoint is used.
     """
 
-    act: TrialAction
+    action: TrialAction
     rungs: Mapping[int, float] = field(default_factory=dict)
     donor: int = -1
 
