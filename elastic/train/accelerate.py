@@ -141,7 +141,7 @@ class _InGroup(Accelerator):
         """
         engine = require_engine("accelerator.sync_gradients")
         is_of_step = engine.is_of_step()
-        if engine.has_stepped() or not is_of_step:
+        if engine.runs_after_step() or not is_of_step:
             engine.note_asked()
         return is_of_step and bool(self.gradient_state.sync_gradients)
 

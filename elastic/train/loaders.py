@@ -372,7 +372,7 @@ class PreparedLoader:
         """Yield this rank's batches of one pass, each sample once."""
         batches, loader = self._by_whole_batches(context)
         engine, seed = current_engine(), None
-        if engine is not None and engine.keeps:
+        if engine is not None and engine.state_survives_here:
             # By the place in the run: a worker that has joined has counted other passes.
             batches.epoch = engine.cursor.epoch
             seed = engine.evaluation_seed(_seed_of(self._users, engine.options.seed))
@@ -410,7 +410,7 @@ class PreparedLoader:
         place, before = engine.iteration(), RandomStates()
 
         def is_between_steps() -> bool:
-            return engine.has_stepped() and engine.iteration() == place
+            return engine.runs_after_step() and engine.iteration() == place
 
         try:
             with seeded(seed):

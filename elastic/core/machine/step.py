@@ -77,7 +77,7 @@ class StepMachine:
     # --------------------------------------------------------------------- what the loop may ask
 
     @property
-    def has_stepped(self) -> bool:
+    def runs_after_step(self) -> bool:
         """Return whether what follows an optimizer's step is to happen now."""
         return self.phase in (StepPhase.OUTSIDE, StepPhase.COMMITTED)
 

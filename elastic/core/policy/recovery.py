@@ -133,14 +133,14 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
     """
     steps = max(position.epoch_steps for position in positions)
 
-    def weights(position: RunPosition) -> tuple[bool, Cursor, Generation]:
+    def progress_key(position: RunPosition) -> tuple[bool, Cursor, Generation]:
         cursor = position.cursor
         if steps and cursor.step >= steps and position.is_inside:
             cursor = Cursor(cursor.epoch + 1, 0)
         return position.has_state, cursor, position.committed_in
 
-    best = max(weights(position) for position in positions)
-    holders = [rank for rank, one in enumerate(positions) if weights(one) == best]
+    best = max(progress_key(position) for position in positions)
+    holders = [rank for rank, one in enumerate(positions) if progress_key(one) == best]
     if not best[0]:
         holders = [0]
     furthest = max(positions[rank].cursor for rank in holders)

@@ -591,7 +591,7 @@ class _InSteps(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         """Log, evaluate and save; what others did with a step of theirs comes with their state."""
-        if require_engine("trainer.train").has_stepped():
+        if require_engine("trainer.train").runs_after_step():
             super()._maybe_log_save_evaluate(*args, **named)
         else:
             self._elastic.follow()

@@ -206,7 +206,7 @@ class PresentGroup:
         noted: the step that was reported before its iteration was over, None for none.
         is_leaving: all members leave it at this boundary.
         error: what broke it, None if nothing did, or if the reducer knows.
-        meets: ranks differ, as all of them know, and they meet again in it.
+        reagrees_in_place: ranks differ, as all of them know, and they meet again in it.
     """
 
     code_places: tuple[CodePlace, ...] = ()
@@ -218,4 +218,4 @@ class PresentGroup:
     noted: Cursor | None = None
     is_leaving: bool = False
     error: BaseException | None = None
-    meets: bool = False
+    reagrees_in_place: bool = False

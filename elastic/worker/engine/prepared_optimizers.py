@@ -41,7 +41,7 @@ class EngineSteps(Protocol):
         """
         ...
 
-    def has_stepped(self) -> bool:
+    def runs_after_step(self) -> bool:
         """Return whether what follows an optimizer step happens now.
 
         That is outside of steps, and once one is committed.
@@ -242,7 +242,7 @@ def scalers_know(steps: EngineSteps) -> Iterator[None]:
 
 def _is_left_out(scaler: Any, optimizer: Any, steps: EngineSteps) -> bool:
     """Return whether all batches of the step were left out, here and everywhere."""
-    if steps.has_stepped() or not scaler.is_enabled():
+    if steps.runs_after_step() or not scaler.is_enabled():
         return False  # Not in a step.
     found = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     if found and scaler._scale is None:

@@ -60,12 +60,12 @@ class ResumePoint:
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
     """
 
-    def __init__(self, run: RunState, watch: Divergence, given: ResumeState | None) -> None:
+    def __init__(self, run: RunState, divergence: Divergence, given: ResumeState | None) -> None:
         """Begin whole; `given` is what an earlier call of the train function has reached."""
         self.is_whole = True
         self.given = given
         self.calls_late = given is not None and given.calls_late
-        self._run, self._watch = run, watch
+        self._run, self._divergence = run, divergence
         self._kept: ResumeState | None = None
         # Checksums of weights that are not part of the copy, None if they are.
         self._weights: Prints | None = None
@@ -102,7 +102,7 @@ class ResumePoint:
                 logbook = deepcopy(self._run.logbook)
                 logbook.forget_step()
                 kept = self._resume_state(state, logbook, code_places)
-            self._weights = None if weights else self._watch.weights()
+            self._weights = None if weights else self._divergence.weights()
             self._kept = kept
         except Exception as error:  # Of memory, or of what the user has registered.
             log.warning("state_not_kept reason=%r", str(error))
@@ -215,7 +215,7 @@ class ResumePoint:
         if self._weights is None:
             return self._kept
         try:
-            return self._kept if self._weights == self._watch.weights() else None
+            return self._kept if self._weights == self._divergence.weights() else None
         except Exception as error:  # The script has moved them, say to "meta".
             log.warning("weights_unreadable reason=%r", str(error))
             return None

@@ -182,9 +182,9 @@ class StepEngine:
         self.at_boundary: Callable[[], None] = lambda: None
         self._context: WorkerContext | None = None
         self._checkpoints = CheckpointScheduler(self.run)
-        self._due = PendingOptimizerSteps()
-        self._watch = Divergence(self.state)
-        self._resume_point = ResumePoint(self.run, self._watch, resume_state)
+        self._pending = PendingOptimizerSteps()
+        self._divergence = Divergence(self.state)
+        self._resume_point = ResumePoint(self.run, self._divergence, resume_state)
         self._loop: RunningLoop | None = None
         self._epochs = EpochLoop()
         self._group = PresentGroup()
@@ -194,10 +194,10 @@ class StepEngine:
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose, from what is known of this call."""
-        kept = self.keeps
+        kept = self.state_survives_here
         self.options = self.options.with_those_of(options)
         self._checkpoints.configure(options)
-        if self.keeps and not kept:
+        if self.state_survives_here and not kept:
             self.groups.declare(in_place=False)
 
     def enter(self, context: WorkerContext) -> None:
@@ -231,7 +231,7 @@ class StepEngine:
         return self._loop is not None
 
     @property
-    def keeps(self) -> bool:
+    def state_survives_here(self) -> bool:
         """Return whether what is reached stays in this process.
 
         The loop has begun, or the user has the train function called again here.
@@ -361,7 +361,7 @@ class StepEngine:
             patches.enter_context(modules_know(reducer.parameters_zeroed))
             # Modules replace sharded ones while they are gathered.
             still = StillWeights(() if self.state.is_sharded else self.state.named_weights())
-            names = self._watch.begin()
+            names = self._divergence.begin()
             patches.enter_context(unprepared_refused(names, self._is_committing))
             patches.enter_context(data_waits(self._checkpoints.settle, still))
             patches.enter_context(captures_wait(self._checkpoints.settle))
@@ -451,7 +451,7 @@ class StepEngine:
         finally:
             self._settle_snapshot()
             if self._machine.phase is StepPhase.COMMITTED:
-                self._due.end()
+                self._pending.end()
                 self.run.logbook.commit_step()  # The loop was left after a step.
             self.state.put_late()
             self._take(PassLeft())
@@ -639,7 +639,7 @@ class StepEngine:
             *flags,
             rates=self._group.rates,
             busy_ns=float(context.timing.busy_ns),
-            checksum=self._watch.step_checksum(
+            checksum=self._divergence.step_checksum(
                 self.run.steps, context.world_size, loader.order_print(self.cursor.epoch)
             ),
         )
@@ -692,7 +692,7 @@ class StepEngine:
         self._note_step()
         if loop.unregistered is not None:
             loop.unregistered.step_done(has_asked=self._iteration.asks)
-        self._due.end()
+        self._pending.end()
         run.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
         is_shared = self._checkpoints.is_due or self._group.is_leaving
@@ -778,11 +778,11 @@ class StepEngine:
             self._check_rates(self._iteration.calls[effect.optimizer].optimizer)
         elif isinstance(effect, KeepStep):
             call = self._iteration.calls[effect.optimizer]
-            self._due.add(call.optimizer, call.real)
+            self._pending.add(call.optimizer, call.real)
         elif isinstance(effect, HoldGradients):
             units = self._the_loop().units.values()
             optimizer = self._iteration.calls[effect.optimizer].optimizer
-            self._due.hold_back(optimizer, (p for unit in units for p in unit.shared))
+            self._pending.hold_back(optimizer, (p for unit in units for p in unit.shared))
         elif isinstance(effect, Abandon):
             self._group.error = self._group.error or self._the_reducer().broken
             self._the_reducer().abandon()
@@ -877,10 +877,10 @@ class StepEngine:
             self._resume_point.begin_code(follows_commit=True)
             self.run.is_held = False
             self._the_reducer().keep_buffers()
-            self._group.stepped = self._due.bits(self.state.optimizers)
+            self._group.stepped = self._pending.bits(self.state.optimizers)
             self._group.rates = rates_print(self.state.optimizers)
             seed_step(self.data, self.cursor, self.state.shard_number)
-            self._due.do()
+            self._pending.do()
             self.run.count_step(self.context.generation)
             self.run.is_held = True
             self._take(StepCommitted(True))
@@ -918,15 +918,15 @@ class StepEngine:
         """
         self._the_reducer().abandon()  # Buffers are what they were before the step.
         self._iteration.batch = None
-        differing = self._watch.settle(default_group(), self.cursor)
+        differing = self._divergence.settle(default_group(), self.cursor)
         self.run.is_held = self.context.world_rank not in differing
-        self._group.meets = True  # All of us, in this group.
+        self._group.reagrees_in_place = True  # All of us, in this group.
         self._take(GroupBroke())
 
     def _forget_step(self) -> None:
         """Whatever the broken step has left behind is not to be seen by the next attempt."""
         self.run.logbook.forget_step()
-        self._due.forget()
+        self._pending.forget()
         self.state.forget_step()
 
     # ------------------------------------------------------------------- what prepared objects ask
@@ -935,13 +935,13 @@ class StepEngine:
         self._take(GradientsRequested(id(optimizer), self._is_broken()))
         return self._machine.has_gradients
 
-    def has_stepped(self) -> bool:
+    def runs_after_step(self) -> bool:
         """Return whether what follows an optimizer step happens now."""
-        return self._machine.has_stepped
+        return self._machine.runs_after_step
 
     def is_of_step(self) -> bool:
         """Return whether what this iteration does is done once in a step: its last, or outside."""
-        return self.has_stepped() or self._machine.phase in AT_STEP
+        return self.runs_after_step() or self._machine.phase in AT_STEP
 
     def step_is_done(self) -> bool:
         """Return whether a step has been done in this iteration; see `train.stepped`.
@@ -949,7 +949,7 @@ class StepEngine:
         Of several optimizers those that were not asked to step until then do not in this one.
         """
         self._take(CommitRequested())
-        return self.has_stepped()
+        return self.runs_after_step()
 
     def iteration(self) -> object:
         """Return what differs once the loop has gone on, or has stepped."""
@@ -962,11 +962,11 @@ class StepEngine:
             self._loop.still.end()
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
-        is_now, is_with_step = self.has_stepped(), self._machine.phase in AT_STEP
+        is_now, is_with_step = self.runs_after_step(), self._machine.phase in AT_STEP
         if thing is not None:
-            self._due.at_end(thing, call if is_with_step else None)
+            self._pending.at_end(thing, call if is_with_step else None)
         elif is_with_step:
-            self._due.add_call(call)
+            self._pending.add_call(call)
         return call() if is_now else None
 
     def _is_committing(self) -> bool:
@@ -983,7 +983,7 @@ class StepEngine:
 
     def report(self, metrics: str, checkpoint: Any = None, *, name: str | None = None) -> None:
         """Report once per step, or once between epochs; see `train.report`."""
-        if not self.has_stepped():
+        if not self.runs_after_step():
             return  # The report of a step is made once, where its gradients are complete.
         here, places = self._code_place(), self._group.code_places
         # Members that had come further when this group was formed have made this report before.
@@ -1037,7 +1037,7 @@ class StepEngine:
             timing.void()
         self._forget_step()
         self._take(GroupLeft())
-        stays = is_first or self._group.meets
+        stays = is_first or self._group.reagrees_in_place
         while True:
             reducer.attach(None)
             if not stays:
@@ -1073,7 +1073,7 @@ class StepEngine:
         group = default_group()
         self._the_reducer().attach(group)
         self._group.values = StepValues(group if group.size() > 1 else None)
-        self._watch.begin()
+        self._divergence.begin()
         self._deal()
 
     def _agree(self) -> int:
@@ -1104,7 +1104,7 @@ class StepEngine:
         behind = CodePlace(self.cursor, CodePart.END)
         if max(self._group.code_places, default=behind) > behind:
             return True  # Others of this group have passed it in the one before.
-        all_of_it = halves(self._watch.of_all(self.context.world_size))
+        all_of_it = halves(self._divergence.of_all(self.context.world_size))
         logbook, lacks = self.run.logbook, self._checkpoints.lacks_newest()
         row = [float(lacks), *map(float, all_of_it), *logbook.row()]
         rows = self._together(lambda: send_metadata(default_group(), row))

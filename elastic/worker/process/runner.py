@@ -381,7 +381,7 @@ class Runner:
         if storage is not None:
             storage.trackers.finish()
         is_script = setup.assign.spec.entry.kind is not EntryKind.FUNCTION
-        if is_script and (call.engine is None or not call.engine.keeps):
+        if is_script and (call.engine is None or not call.engine.state_survives_here):
             entry.end_script()
         return result
 
@@ -479,7 +479,7 @@ class Runner:
             failure = outcome.failure_of(UsageError(text))
             return TrainRaised(event.generation, failure, group_broken=False)
         if recovery != "restart":
-            recovery = "reenter" if engine.keeps else "fresh_process"
+            recovery = "reenter" if engine.state_survives_here else "fresh_process"
         log.info("recovers recovery=%s generation=%d reason=%r", recovery, event.generation, why)
         if recovery == "restart":
             flush_output()
@@ -495,7 +495,7 @@ class Runner:
         if (
             engine is None
             or context is None
-            or engine.keeps
+            or engine.state_survives_here
             or engine.options.recovery == "in_place"
         ):
             return  # A loop continues by itself; who asked for nothing else is to get the error.

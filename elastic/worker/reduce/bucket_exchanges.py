@@ -39,7 +39,7 @@ class SubtreeSums:
             self._bucket.free(other)
             self._flats[total] = into
 
-    def put_for_now(self, number: int, leaf: FlatTensor) -> None:
+    def put_tentative(self, number: int, leaf: FlatTensor) -> None:
         """Do the same in memory of its own; putting this number again takes it back first."""
         self.take_back()
         self._before = dict(self._flats)

@@ -490,7 +490,7 @@ class Reducer:
             copy = bucket.flat()
             copy.tensor.copy_(leaf.tensor)
             bucket.complete(copy, weight=weight)
-            sums.put_for_now(number, copy)
+            sums.put_tentative(number, copy)
         else:
             bucket.complete(leaf, weight=weight)
             sums.put(number, leaf)
