@@ -293,10 +293,10 @@ class Assignment:
 
     Attributes:
         leader_address: "host:port" of rank 0's store.
-        checkpoint: path of the newest reported checkpoint that is recorded, or of the one that the
-            job resumes from; "" for none.
+        reported_checkpoint: path of the newest reported checkpoint that is recorded, or of the one
+            that the job resumes from; "" for none.
         cause: one word for logs and counters: start, lost, join, drain, broken, resume.
-        saved: path of the newest automatic checkpoint that is recorded; "" for none.
+        automatic_checkpoint: path of the newest automatic checkpoint that is recorded; "" for none.
         copies: "host:port" of the agents with a copy of the job's state, and of those with rows of
             a sharded model that this worker queries: other members query others.
         copies_key: authenticates the job to them; a secret.
@@ -317,13 +317,13 @@ class Assignment:
     node_rank: int
     num_nodes: int
     leader_address: str
-    checkpoint: str = ""
+    reported_checkpoint: str = ""
     cause: str = "start"
     copies: tuple[str, ...] = ()
     copies_key: str = field(default="", repr=False)
     node_devices: tuple[str, ...] = ()
     group_key: str = field(default="", repr=False)
-    saved: str = ""
+    automatic_checkpoint: str = ""
     holders: int = 0
     copied: HeldCopy | None = None
 

@@ -280,7 +280,7 @@ def announce(members: Sequence[Played], generation: int, checkpoint: str = "") -
             node_rank=rank,
             num_nodes=len(members),
             leader_address=members[0].store_address,
-            checkpoint=checkpoint,
+            reported_checkpoint=checkpoint,
             group_key=f"secret of {generation}",
         )
         one.tell(Announce(assignment))

@@ -89,7 +89,7 @@ def message_line(message: CoordinatorMessage) -> str:
     """Return what an agent is told."""
     if isinstance(message, Announce):
         told = message.assignment
-        checkpoint = f", checkpoint {told.checkpoint}" if told.checkpoint else ""
+        checkpoint = f", checkpoint {told.reported_checkpoint}" if told.reported_checkpoint else ""
         return (
             f"announce {told.worker_id} g{told.generation}: rank {told.rank} of "
             f"{told.world_size}, leader {told.leader_address}, cause {told.cause}{checkpoint}"

@@ -95,7 +95,7 @@ class DataPlane:
         group.members = dict(sorted(group.waiting.items()))
         if self.scripts[group.job_id].is_sharded:
             nodes = [process.node_id for process in group.members.values()]
-            stored = _step_of(group.assignment.checkpoint)
+            stored = _step_of(group.assignment.reported_checkpoint)
             self._begin(group, self.copying.go_on(group.told, nodes, stored))
         elif self.scripts[group.job_id].in_place:
             self._begin(group, self.loops.go_on(group.job_id, group.members.values()))
@@ -110,7 +110,7 @@ class DataPlane:
 
     def _begin(self, group: SimGroup, copied: int) -> None:
         """Start from storage, or from copies in memory that have `copied` steps."""
-        group.step = group.first_step = max(_step_of(group.assignment.checkpoint), copied)
+        group.step = group.first_step = max(_step_of(group.assignment.reported_checkpoint), copied)
         cause = group.assignment.cause
         owed, holder = self.loops.owed(group.job_id, group.generation)
         self.checkers.require(

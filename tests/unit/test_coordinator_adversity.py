@@ -44,7 +44,7 @@ def test_a_group_is_not_replaced_before_reports_that_were_kept_meanwhile_are_tak
     coordinator.reports("n1/1", 4, checkpoint="/c/4")
     assert paths(coordinator) == ["/c/4"]
     assert coordinator.members("a") == "g2: n1/1 n2/1"
-    assert coordinator.announced["n1/1"].assignment.checkpoint == "/c/4"
+    assert coordinator.announced["n1/1"].assignment.reported_checkpoint == "/c/4"
 
 
 # ---------------------------------------------------------------- the end of a run

@@ -22,9 +22,10 @@ loses nothing:
                   them. Where storage fails, rank 0 deletes them at once: on a full disk there is no
                   later one before that.
     4 and 5       The record names it, and 3 lists its files. The coordinator sends the name to
-                  every later group (`Assignment.checkpoint`, `.saved`) and to a client that resumes
-                  the run by name. They write the marker (`RunDirectory.finish`) before they read
-                  it, write anything under its name, or commit a newer one.
+                  every later group (`Assignment.reported_checkpoint`, `.automatic_checkpoint`) and
+                  to a client that resumes the run by name. They write the marker
+                  (`RunDirectory.finish`) before they read it, write anything under its name, or
+                  commit a newer one.
     within 6      One checkpoint too many remains until the next commit. The coordinator dropped it
                   in the write that recorded the newer one, so no record names a missing checkpoint.
 

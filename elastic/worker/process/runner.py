@@ -403,7 +403,7 @@ class Runner:
             if call.reporter is not None:
                 call.reporter.close()
             if storage is not None:
-                recorded = (assignment.checkpoint, assignment.saved)
+                recorded = (assignment.reported_checkpoint, assignment.automatic_checkpoint)
                 leads = assignment.rank == 0
                 storage.committer.enter(assignment.generation, recorded, leads=leads)
             call.reporter = self._make_reporter(setup, assignment, call.origin)
@@ -587,7 +587,7 @@ class Runner:
             is_over=lambda: self._is_over(origin.generation),
             link=self._mailboxes,
             clock=self._clock,
-            newest_checkpoint=assignment.checkpoint,
+            newest_checkpoint=assignment.reported_checkpoint,
             committer=storage.committer if storage is not None else None,
             spec=setup.assign.spec,
             on_commit=storage.validator.notify if storage is not None else lambda: None,
@@ -630,7 +630,7 @@ class Runner:
             ),
             config=call.function.config,
             options=call.function.options,
-            saved=place.saved,
+            saved=place.automatic_checkpoint,
             copied=place.copied,
             copies=place.copies,
             copies_key=place.copies_key,

@@ -333,7 +333,7 @@ class LeavingNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "checkpoint", "cause", "copies", "copies_key", "node_devices", "group_key", "saved", "holders", "copied")
+    __slots__ = ("job_id", "worker_id", "generation", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "leader_address", "reported_checkpoint", "cause", "copies", "copies_key", "node_devices", "group_key", "automatic_checkpoint", "holders", "copied")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -344,13 +344,13 @@ class Assignment(_message.Message):
     NODE_RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     LEADER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     COPIES_KEY_FIELD_NUMBER: _ClassVar[int]
     NODE_DEVICES_FIELD_NUMBER: _ClassVar[int]
     GROUP_KEY_FIELD_NUMBER: _ClassVar[int]
-    SAVED_FIELD_NUMBER: _ClassVar[int]
+    AUTOMATIC_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
@@ -363,16 +363,16 @@ class Assignment(_message.Message):
     node_rank: int
     num_nodes: int
     leader_address: str
-    checkpoint: str
+    reported_checkpoint: str
     cause: str
     copies: _containers.RepeatedScalarFieldContainer[str]
     copies_key: str
     node_devices: _containers.RepeatedScalarFieldContainer[str]
     group_key: str
-    saved: str
+    automatic_checkpoint: str
     holders: int
     copied: HeldCopy
-    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ..., saved: _Optional[str] = ..., holders: _Optional[int] = ..., copied: _Optional[_Union[HeldCopy, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., node_rank: _Optional[int] = ..., num_nodes: _Optional[int] = ..., leader_address: _Optional[str] = ..., reported_checkpoint: _Optional[str] = ..., cause: _Optional[str] = ..., copies: _Optional[_Iterable[str]] = ..., copies_key: _Optional[str] = ..., node_devices: _Optional[_Iterable[str]] = ..., group_key: _Optional[str] = ..., automatic_checkpoint: _Optional[str] = ..., holders: _Optional[int] = ..., copied: _Optional[_Union[HeldCopy, _Mapping]] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("kind", "target", "args", "payload", "working_dir", "python_path", "env", "imports")
