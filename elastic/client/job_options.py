@@ -114,7 +114,7 @@ class JobOptions:
             strategy=Strategy(self.placement_strategy),
             accelerator_type=self.accelerator_type,
             label_selector=sorted_pairs(self.labels),
-            preemption_limit=self.max_preemptions + 1,
+            max_preemptions=self.max_preemptions,
             priority=self.priority,
             non_preemptible=not self.preemptible,
             hang_timeout_s=self.hang_timeout,

@@ -302,11 +302,11 @@ def failure_text(view: JobView) -> str:
 
 def _preempted(view: JobView) -> str:
     """Return how many nodes were taken by announced drains, and how many may be."""
-    taken, limit = view.record.preemptions, view.record.spec.preemption_limit
+    taken, limit = view.record.preemptions, view.record.spec.max_preemptions
     if not taken:
         return ""
     text = f"{taken} node{'s' if taken > 1 else ''} by announced drains"
-    return f"{text}, max_preemptions={limit - 1}" if limit else text
+    return f"{text}, max_preemptions={limit}" if limit != -1 else text
 
 
 def _priority(view: JobView) -> str:

@@ -88,8 +88,8 @@ class JobSpec:
             longer than anything that one rank does alone while the others train (an evaluation, a
             checkpoint written by the script).
         max_failures: how often user code may raise before the job fails; -1 for ever.
-        preemption_limit: the job fails once so many nodes were taken from its groups by announced
-            drains (a notice of the cloud, SIGTERM, an operator); 0 for never.
+        max_preemptions: how many nodes announced drains (a notice of the cloud, SIGTERM, an
+            operator) may take from its groups before the job fails; -1 for ever.
         run_path: the run directory, storage_path/name, as an fsspec path.
         num_to_keep: checkpoints that are kept; -1 for all.
         score_attribute, score_order: which are the best ones; "" for the newest.
@@ -120,7 +120,7 @@ class JobSpec:
     collective_timeout_s: float = 1800.0
     hang_timeout_s: float = 30.0
     max_failures: int = 0
-    preemption_limit: int = 0
+    max_preemptions: int = -1
     run_path: str = ""
     num_to_keep: int = -1
     score_attribute: str = ""
@@ -168,10 +168,10 @@ class JobSpec:
             raise ConfigError(
                 f"job {self.name}: max_failures={self.max_failures}: expected -1 (for ever) or more"
             )
-        if self.preemption_limit < 0:
+        if self.max_preemptions < -1:
             raise ConfigError(
-                f"job {self.name}: preemption_limit={self.preemption_limit}: expected 0 (none) or "
-                f"more"
+                f"job {self.name}: max_preemptions={self.max_preemptions}: expected -1 (for ever) "
+                f"or more"
             )
         if self.num_to_keep != -1 and self.num_to_keep < 1:
             raise ConfigError(

@@ -755,7 +755,7 @@ class DataParallelTrainer:
             backend=torch_config.backend or "auto",
             collective_timeout_s=torch_config.timeout_s,
             max_failures=self.run_config.failure_config.max_failures,
-            preemption_limit=self.run_config.failure_config.max_preemptions + 1,
+            max_preemptions=self.run_config.failure_config.max_preemptions,
             hang_timeout_s=self.run_config.failure_config.hang_timeout_s,
             run_path=self._run_path(name),
             priority=self.run_config.priority,

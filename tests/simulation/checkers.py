@@ -288,7 +288,7 @@ class Checkers:
 
     def ended_by_script(self, job_id: JobId, record: JobRecord) -> None:
         """Check the record of a job that has failed."""
-        is_taken = 0 < record.spec.preemption_limit <= record.preemptions
+        is_taken = 0 <= record.spec.max_preemptions < record.preemptions
         self.require(
             record.failure is not None or is_taken,
             "strikes alone never end a job",

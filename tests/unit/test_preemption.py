@@ -20,10 +20,10 @@ from tests.unit.coordinator_under_test import Coordinator, running
 from tests.unit.worker_under_test import ME, announce, forming, training
 
 
-def spec(limit: int = 0) -> JobSpec:
+def spec(limit: int = -1) -> JobSpec:
     return JobSpec(
         job_id=JobId("j"), name="j", entry=SCRIPT, min_workers=1, max_workers=2,
-        preemption_limit=limit,
+        max_preemptions=limit,
     )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def spec(limit: int = 0) -> JobSpec:
 def test_a_run_whose_nodes_were_taken_too_often_fails_by_name(
     preemptions: int, kind: type[Exception]
 ) -> None:
-    record = JobRecord(spec(2), JobPhase.FAILED, preemptions=preemptions)
+    record = JobRecord(spec(1), JobPhase.FAILED, preemptions=preemptions)
     assert type(failed_on_cluster(record)) is kind
 
 
@@ -44,8 +44,8 @@ def test_nothing_is_saved_while_others_keep_the_state() -> None:
 
 
 def test_a_negative_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="preemption_limit=-1"):
-        spec(-1)
+    with pytest.raises(ConfigError, match="max_preemptions=-2"):
+        spec(-2)
 
 
 # ---------------------------------------------------------------- the coordinator
@@ -81,7 +81,7 @@ ENDS = [leave_in_order, die_before_the_deadline, lose_its_worker_first]
 
 @pytest.mark.parametrize("end", ENDS)
 def test_the_job_fails_when_its_budget_of_preempted_nodes_is_used_up(end: Any) -> None:
-    coordinator = running(nodes=2, low=1, preemption_limit=1)
+    coordinator = running(nodes=2, low=1, max_preemptions=0)
     end(coordinator)
     record = coordinator.store[JobId("a")]
     assert record.phase is JobPhase.FAILED

@@ -222,7 +222,7 @@ def test_submit_and_run_make_the_same_of_the_options_that_both_have(script: str)
     assert job.resources_per_worker == Resources.of({"CPU": 2, "GPU": 1})
     assert (job.strategy, job.accelerator_type) == (Strategy.STRICT_SPREAD, "H100")
     assert job.label_selector == (("disk", "ssd"), ("zone", "a"))
-    assert (job.preemption_limit, job.priority) == (4, -5)
+    assert (job.max_preemptions, job.priority) == (3, -5)
     assert job.non_preemptible
     assert dict(job.entry.env) == {"A": "1"}
 

@@ -1,7 +1,7 @@
 """Announced losses of nodes: how they are charged to a job, and when a checkpoint is taken before.
 
 Rule: a node that announces its leave is no failure, however it then ends: its losses are charged to
-`preemption_limit` alone.
+`max_preemptions` alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ SAVE_RESERVE_S = 3.0
 
 def judge_budget(spec: JobSpec, preemptions: int) -> Decision[bool]:
     """Decide whether a job ends because too many nodes were taken from it."""
-    limit = spec.preemption_limit
-    if not limit or preemptions < limit:
+    limit = spec.max_preemptions
+    if limit == -1 or preemptions <= limit:
         return Decision(False, f"{preemptions} preempted nodes")
     return Decision(
         True,
-        f"{preemptions} nodes of its groups were preempted, max_preemptions={limit - 1}: raise it "
+        f"{preemptions} nodes of its groups were preempted, max_preemptions={limit}: raise it "
         f"(-1: for ever), or run on nodes that stay",
     )
 

@@ -413,7 +413,7 @@ class CheckpointRecord(_message.Message):
     def __init__(self, path: _Optional[str] = ..., generation: _Optional[int] = ..., index: _Optional[int] = ..., metrics: _Optional[str] = ..., status: _Optional[_Union[CheckpointStatus, str]] = ..., request: _Optional[int] = ..., kind: _Optional[_Union[ReportKind, str]] = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "preemption_limit", "priority", "non_preemptible", "own_steps", "resumes", "grace_s", "feeds")
+    __slots__ = ("job_id", "name", "entry", "min_workers", "max_workers", "workers_per_replica", "resources_per_worker", "strategy", "accelerator_type", "label_selector", "backend", "collective_timeout_s", "max_failures", "run_path", "num_to_keep", "score_attribute", "score_order", "hang_timeout_s", "resume_from", "max_preemptions", "priority", "non_preemptible", "own_steps", "resumes", "grace_s", "feeds")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
@@ -433,7 +433,7 @@ class JobSpec(_message.Message):
     SCORE_ORDER_FIELD_NUMBER: _ClassVar[int]
     HANG_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTION_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MAX_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NON_PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
     OWN_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -459,11 +459,11 @@ class JobSpec(_message.Message):
     score_order: str
     hang_timeout_s: float
     resume_from: str
-    preemption_limit: int
+    max_preemptions: int
     priority: int
     non_preemptible: bool
     own_steps: bool
     resumes: bool
     grace_s: float
     feeds: str
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ..., preemption_limit: _Optional[int] = ..., priority: _Optional[int] = ..., non_preemptible: bool = ..., own_steps: bool = ..., resumes: bool = ..., grace_s: _Optional[float] = ..., feeds: _Optional[str] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., workers_per_replica: _Optional[int] = ..., resources_per_worker: _Optional[_Union[Resources, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., accelerator_type: _Optional[str] = ..., label_selector: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., backend: _Optional[str] = ..., collective_timeout_s: _Optional[float] = ..., max_failures: _Optional[int] = ..., run_path: _Optional[str] = ..., num_to_keep: _Optional[int] = ..., score_attribute: _Optional[str] = ..., score_order: _Optional[str] = ..., hang_timeout_s: _Optional[float] = ..., resume_from: _Optional[str] = ..., max_preemptions: _Optional[int] = ..., priority: _Optional[int] = ..., non_preemptible: bool = ..., own_steps: bool = ..., resumes: bool = ..., grace_s: _Optional[float] = ..., feeds: _Optional[str] = ...) -> None: ...
