@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elastic.core.config import NS_PER_S
 from elastic.core.events.agent import (
     AgentEffect,
     AgentEvent,
@@ -21,7 +22,7 @@ from elastic.core.events.agent import (
     SendProcess,
 )
 from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
-from elastic.core.telemetry import NS_PER_S, Telemetry
+from elastic.core.telemetry import Telemetry
 from elastic.core.world import ExitKind, WorkerPhase
 from elastic.runtime.exposition import CONTENT_TYPE, Family, exposition
 from elastic.runtime.listening import bind

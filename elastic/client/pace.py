@@ -6,12 +6,12 @@ Rule: pure functions, with the same words in `status`, `top` and the line of a f
 from __future__ import annotations
 
 from elastic.client.text_format import (
-    NS_PER_S,
     duration,
     metrics_line,
     num_bytes,
     parsed_metrics,
 )
+from elastic.core.config import NS_PER_S
 from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.view import JobView
 

@@ -21,11 +21,11 @@ from elastic.client.text_format import (
     waiting_line,
     world_size,
 )
+from elastic.core.config import NS_PER_S
 from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobView, NodeView
 from elastic.wire.codec_jobs import ClusterStatus
 
-NS_PER_S = 1e9
 COPIES_SHOWN = 4
 """Maximum number of a job's copies in a line; a sharded model has one for each node."""
 PHASE_COLOURS = {

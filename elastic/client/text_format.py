@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from elastic.core.config import NS_PER_S
 from elastic.core.view import JobView
 from elastic.core.world import JobPhase, WorkerPhase
 
-NS_PER_S = 1e9
 WAITING = "waiting: "
 METRICS_CHARS_MAX = 120
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-NS_PER_S = 1_000_000_000
+from elastic.core.config import NS_PER_S
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
 from elastic.coord.sessions import Session, Sessions
 from elastic.coord.watchers import Watchers
+from elastic.core.config import NS_PER_S
 from elastic.core.events.coordinator import (
     AgentConnected,
     AgentDisconnected,
@@ -45,7 +46,6 @@ from tests.patience import DEADLINE_S, wait_for_async
 from tests.unit.journal_under_test import Weak, holder, record
 
 pytestmark = pytest.mark.anyio
-NS_PER_S = 1_000_000_000
 
 Script = Callable[[CoordinatorEvent], tuple[CoordinatorEffect, ...]]
 

@@ -78,7 +78,7 @@ class StreamLoader:
         self._book = book if book is not None else StreamBook()
         self._book.has_states = keeps_state(loader.dataset)
         every = int(getattr(loader, "snapshot_every_n_steps", None) or SNAPSHOT_STEPS)
-        self._order: _Order | None = None
+        self._order: _StreamOrder | None = None
         # Streams whose readers may have to begin, and do not know yet from where.
         self._begins: set[int] = set()
         self._share: StreamShare | None = None
@@ -100,7 +100,7 @@ class StreamLoader:
         check(0 <= held[0] < held[1] <= count, f"streams {held} of {count}")
         order = self._order
         if order is None or (order.key, order.held) != ((*_at(cursor), held[0]), held):
-            self._order = _Order(cursor, held)
+            self._order = _StreamOrder(cursor, held)
             self._begins = set(range(*held))
             self._feed.follow(self._order)
 
@@ -159,7 +159,7 @@ class StreamLoader:
         """Return how many processes read: one for what is one sequence, one for each stream."""
         return min(allowed, 1 if self.plan.cut is StreamCut.COUNT else self.plan.num_micro_batches)
 
-    def request(self, tag: int, piece: _Piece | None) -> StreamRequest | EmptyRequest:
+    def request(self, tag: int, piece: _StreamPiece | None) -> StreamRequest | EmptyRequest:
         """Return what is asked for; `None` stands for a turn that is passed."""
         if piece is None:
             return EmptyRequest(tag)
@@ -176,7 +176,7 @@ class StreamLoader:
     def turn_of(self, key: Key) -> int | None:
         return key[2]
 
-    def _the_order(self) -> _Order:
+    def _the_order(self) -> _StreamOrder:
         check(self._order is not None, "a loader was read before micro-batches were dealt")
         return self._order  # type: ignore[return-value]
 
@@ -185,7 +185,7 @@ MicroBatches = MicroBatchLoader | StreamLoader
 """What a training loop reads its micro-batches from."""
 
 
-class _Piece(NamedTuple):
+class _StreamPiece(NamedTuple):
     key: Key
 
 
@@ -193,7 +193,7 @@ def _at(cursor: Cursor) -> tuple[int, int]:
     return cursor.epoch, cursor.step
 
 
-class _Order:
+class _StreamOrder:
     """The order in which a rank with one span wants micro-batches, without ends of epochs."""
 
     def __init__(self, cursor: Cursor, held: Span) -> None:
@@ -214,9 +214,9 @@ class _Order:
             epoch, step + 1, self.held[0]
         )  # fmt: skip
 
-    def pieces(self, key: Key) -> Iterator[_Piece]:
+    def pieces(self, key: Key) -> Iterator[_StreamPiece]:
         while True:
-            yield _Piece(key)
+            yield _StreamPiece(key)
             key = self._after(key)
 
 

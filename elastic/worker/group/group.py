@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore
 
+from elastic.core.world import NO_GENERATION
 from elastic.errors import ConfigError, GroupError, InvariantViolation
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
 from elastic.worker.group import c10d, connections
@@ -48,7 +49,6 @@ Made = TypeVar("Made")
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 """With accelerators: tensors may be on either side, and gloo's connections show a lost peer."""
 BACKENDS = ("gloo", "nccl", BOTH_BACKENDS)
-NO_GENERATION = 0
 NCCL_ABORT_S = 30.0
 """An abort of NCCL that takes longer will not end; the process has to."""
 LISTEN_ATTEMPTS = 3
