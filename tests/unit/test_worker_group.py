@@ -249,7 +249,7 @@ def test_a_server_of_somebody_else_is_not_taken_for_gloos() -> None:
         epoll.register(listener, select.EPOLLIN)
         epoll.register(one, select.EPOLLIN)
         assert find_event_loop(known) is None
-        device = c10d.parts().gloo.create_device(hostname="127.0.0.1")
+        device = c10d.private_names().gloo.create_device(hostname="127.0.0.1")
         loop = find_event_loop(known)
         assert loop is not None
         assert loop.descriptor != epoll.fileno()

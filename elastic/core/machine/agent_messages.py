@@ -19,7 +19,7 @@ from elastic.core.events.coordinator import (
 from elastic.core.machine import (
     copies,
     health,
-    links,
+    node_links,
     node_liveness,
     report_coalescing,
     reports,
@@ -333,7 +333,7 @@ def on_message(cluster: ClusterState, event: AgentMessageReceived) -> None:
     elif isinstance(message, CopyFailed):
         copies.on_failed(cluster, state, message)
     elif isinstance(message, LinksTried):
-        links.take_tried(cluster, state, message)
+        node_links.take_tried(cluster, state, message)
     elif isinstance(message, NodeHealth):
         health.take_problems(cluster, state, message.problems)
 

@@ -105,7 +105,7 @@ class JobState:
         waits_for: what keeps the next group from forming, "" while there is a group.
         wake_ns: when this job must be evaluated again.
         copies: which nodes hold, or should hold, copies of its state.
-        links: which of its nodes do not reach each other.
+        node_links: which of its nodes do not reach each other.
         ledger: the time of its workers by category.
     """
 
@@ -123,7 +123,7 @@ class JobState:
     reports: JobReports = field(default_factory=JobReports)
     workers: dict[WorkerId, WorkerState] = field(default_factory=dict)
     copies: CopyBook = field(default_factory=CopyBook)
-    links: LinkBook = field(default_factory=LinkBook)
+    node_links: LinkBook = field(default_factory=LinkBook)
     ledger: Ledger = field(default_factory=Ledger)
 
     @property
@@ -240,7 +240,7 @@ class JobState:
         )
         for worker_id, worker in self.workers.items():
             node, report = nodes[worker.node_id], worker.report
-            is_out = node.drain.is_on or worker.node_id in self.links.out
+            is_out = node.drain.is_on or worker.node_id in self.node_links.out
             leaves = is_out or (gives_some and self.gives_back(worker_id))
             found[worker_id] = Candidate(
                 worker_id,
@@ -273,7 +273,7 @@ class JobState:
 
     def is_to_leave(self, worker: WorkerState, node: NodeState) -> bool:
         """Return whether a worker cannot be in a group, at least for now."""
-        is_out = node.drain.is_on or worker.node_id in self.links.out
+        is_out = node.drain.is_on or worker.node_id in self.node_links.out
         return is_out or self.gives_back(worker.report.worker_id)
 
     def gives_back(self, worker_id: WorkerId) -> bool:

@@ -1,13 +1,13 @@
 """The coordinator's records of the links between the nodes of one job.
 
-Rule: like `jobs`, this module only records; decisions and orders are in `links`.
+Rule: like `jobs`, this module only records; decisions and orders are in `node_links`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.core.policy.links import Pair
+from elastic.core.policy.node_links import Pair
 from elastic.core.world import NodeId
 
 

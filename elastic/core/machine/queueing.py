@@ -115,10 +115,10 @@ def demand_of(cluster: ClusterState, job: JobState) -> Demand:
         limits = replace(
             limits, max_workers=max(limits.min_workers, min(whole, limits.max_workers))
         )
-    elif job.links.out:
+    elif job.node_links.out:
         # An excluded worker keeps its slot, and its state, until another has replaced it.
         step = limits.workers_per_replica
-        num_out = sum(1 for w in alive.values() if w.node_id in job.links.out)
+        num_out = sum(1 for w in alive.values() if w.node_id in job.node_links.out)
         more = -(-num_out // step) * step
         limits = replace(limits, max_workers=limits.max_workers + more)
     return Demand(
@@ -126,7 +126,7 @@ def demand_of(cluster: ClusterState, job: JobState) -> Demand:
         sequence=job.submission.sequence,
         held_slots=tuple((w, nodes[w].node.node_id) for w in alive if nodes[w].may_host()),
         away=sum(1 for w in alive if not nodes[w].is_live()),
-        out=frozenset(job.links.out),
+        out=frozenset(job.node_links.out),
         trains=job.is_open,
         is_ending=job.is_open
         and any(
@@ -149,7 +149,7 @@ def _by_preference(job: JobState) -> list[WorkerId]:
         set(job.workers) - set(members),
         key=lambda w: (job.workers[w].report.phase is WorkerPhase.STARTING, w),
     )
-    out = job.links.out
+    out = job.node_links.out
     return sorted(members + others, key=lambda w: job.workers[w].node_id in out)
 
 
@@ -216,7 +216,7 @@ def _with_cordons(cluster: ClusterState, reason: str) -> str:
 
 def _open(cluster: ClusterState, job: JobState) -> list[NodeState]:
     """Return the nodes on which new workers of a job may start, by id."""
-    book, out = cluster.book, job.links.out
+    book, out = cluster.book, job.node_links.out
     return [
         state
         for state in book.ordered()

@@ -19,7 +19,7 @@ from elastic.core.machine import (
     feeding,
     invariants,
     leaving,
-    links,
+    node_links,
     queueing,
     saves,
     timeouts,
@@ -68,7 +68,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
     if announcing.announce_end_early(cluster, job):
         job.wake_ns = cluster.now_ns + 1
         return
-    wake(job, links.settle(cluster, job))
+    wake(job, node_links.settle(cluster, job))
     if job.newest.leavers.is_news:
         # Once for all that came together: a cloud may take a thousand nodes at once.
         job.newest.leavers.is_news = False
@@ -221,7 +221,7 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
 
 def _set_reason(job: JobState, reason: str) -> None:
     """Record that there is a group, or that one is forming, with the reason to show."""
-    job.waits_for, job.reason = "", links.explain(job, reason)
+    job.waits_for, job.reason = "", node_links.explain(job, reason)
 
 
 def _charge_broken_group(cluster: ClusterState, job: JobState) -> bool:
@@ -232,7 +232,7 @@ def _charge_broken_group(cluster: ClusterState, job: JobState) -> bool:
     """
     if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
         return False
-    links.check_into_broken(cluster, job)
+    node_links.check_into_broken(cluster, job)
     decision = failure.judge_break(job.outcome.history, cluster.config)
     job.outcome.history = decision.value.history
     if decision.value.job_fails:
@@ -262,7 +262,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     job.newest.hang.stuck = ""
     job.newest.anew_ns = None
     if plan.cause != "broken" or job.newest.training_since_ns is not None:
-        job.links.nowhere_ns = cluster.now_ns
+        job.node_links.nowhere_ns = cluster.now_ns
     job.newest.announced_ns, job.newest.training_since_ns = cluster.now_ns, None
     soonest_s = min(cluster.config.form_timeout_s, job.spec.hang_timeout_s or inf)
     wake(job, cluster.now_ns + ns(soonest_s))
@@ -345,7 +345,7 @@ def _end_group(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: st
 def _explain_waiting(cluster: ClusterState, job: JobState) -> None:
     """Record why the job waits, if it does; log it when it changes."""
     gave_way = f"preempted by {job.release.preempted_by}; " if job.release.preempted_by else ""
-    full = f"waiting: {gave_way}{links.explain(job, job.waits_for)}"
+    full = f"waiting: {gave_way}{node_links.explain(job, job.waits_for)}"
     if job.waits_for and job.reason != full and not job.release.paused:
         job.reason = full
         cluster.note("waiting", job.job_id, reason=full.removeprefix("waiting: "))
@@ -441,7 +441,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
         return False
     alive = [w for w in job.workers.values() if w.stop_cause is None]
     have = len(alive)
-    if cluster.book.leaving or job.release.yields or job.links.out:
+    if cluster.book.leaving or job.release.yields or job.node_links.out:
         have -= sum(1 for w in alive if job.is_to_leave(w, cluster.node_of(w)))
     if have >= job.limits.max_workers:
         return False
@@ -502,7 +502,7 @@ def _stop_surplus(cluster: ClusterState, job: JobState) -> None:
 
     Last those with the run's state, and not before the group has it.
     """
-    out = job.links.out
+    out = job.node_links.out
     if len(job.workers) <= job.limits.max_workers:
         return
     alive = [

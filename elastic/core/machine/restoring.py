@@ -73,6 +73,6 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
             record.bounds if record.min_workers or record.max_workers else None,
             Growth(len(record.group.members) if record.group else 0),
         ),
-        links=LinkBook(nowhere_ns=now_ns),
+        node_links=LinkBook(nowhere_ns=now_ns),
         ledger=Ledger([*record.goodput.times()]),
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine import links, timeouts
+from elastic.core.machine import node_links, timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.machine.reconcile import stop_worker
@@ -81,7 +81,7 @@ def check(cluster: ClusterState) -> None:
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
             cluster.probes.polls[job_id] = cluster.now_ns + long_ns
             _probe(cluster, job, long_ns, FORMING_PROBES * ns(cluster.config.probe_timeout_s))
-            links.check_into(cluster, job, job.links.nowhere_ns)
+            node_links.check_into(cluster, job, job.node_links.nowhere_ns)
         else:
             del cluster.probes.polls[job_id]
             if job is not None:
@@ -194,9 +194,9 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
     # Also before a member is judged hung: one that waits over a cut link, undetected, makes no
     # progress. And while a group forms: members with all their links already train, and wait for
     # the two without.
-    since_ns = job.links.nowhere_ns if _is_forming(job) else decision.value.since_ns
+    since_ns = job.node_links.nowhere_ns if _is_forming(job) else decision.value.since_ns
     if since_ns:
-        links.check_into(cluster, job, since_ns)
+        node_links.check_into(cluster, job, since_ns)
     if decision.value.is_stuck:
         _unstick(cluster, job, decision.reason)
     culprits = decision.value.culprits

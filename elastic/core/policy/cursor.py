@@ -187,7 +187,7 @@ def _mix_64(value: int) -> int:
 
 # Purposes that seeds are derived for, so that no two of them ever meet; 4 is `streams.STREAM`.
 SHUFFLE, DROPOUT, AUGMENT, STEP, EVALUATION, EPOCH = 0, 1, 2, 5, 6, 7
-HEAD, GRADIENTS = 10, 11
+STEP_BEGIN, GRADIENTS = 10, 11
 
 
 def shuffle_seed(seed: int, epoch: int) -> int:
@@ -204,9 +204,9 @@ def step_seed(seed: int, cursor: Cursor, shard: int = 0) -> int:
     return derive(seed, STEP, cursor.epoch, cursor.step, shard)
 
 
-def head_seed(seed: int, cursor: Cursor) -> int:
+def step_begin_seed(seed: int, cursor: Cursor) -> int:
     """Return the seed of everything random in the code with which a whole step begins."""
-    return derive(seed, HEAD, cursor.epoch, cursor.step)
+    return derive(seed, STEP_BEGIN, cursor.epoch, cursor.step)
 
 
 def gradients_seed(seed: int, cursor: Cursor, shard: int = 0) -> int:

@@ -114,7 +114,7 @@ class AllocationDraft:
         return [slot for slot in self.demand.held_slots if slot[0] not in self.kept]
 
 
-def rank(demand: Demand) -> tuple[int, int]:
+def priority_key(demand: Demand) -> tuple[int, int]:
     """Return the sort key of jobs: priority, then age."""
     return -demand.spec.priority, demand.sequence
 

@@ -37,7 +37,7 @@ from elastic.core.policy.demands import (
     holders,
     named,
     over,
-    rank,
+    priority_key,
     workers,
 )
 from elastic.core.policy.packing import FreeCapacity, NodeCapacity, WorkerPlacer, together
@@ -88,7 +88,7 @@ class _Plan:
 
     def keep_training(self) -> None:
         """Keep min workers of training jobs, and all workers of jobs that are about to end."""
-        for draft in sorted(self.drafts, key=lambda d: rank(d.demand)):
+        for draft in sorted(self.drafts, key=lambda d: priority_key(d.demand)):
             demand = draft.demand
             if not demand.trains and not demand.is_ending:
                 continue
@@ -126,7 +126,7 @@ class _Plan:
         if draft.yields_to is not None:
             return False  # It still trains; once it waits it may preempt others.
         able = []
-        for other in sorted(self.drafts, key=lambda d: rank(d.demand), reverse=True):
+        for other in sorted(self.drafts, key=lambda d: priority_key(d.demand), reverse=True):
             demand = other.demand
             is_lower = demand.spec.priority < draft.demand.spec.priority
             if not (is_lower and demand.trains) or demand.is_ending:

@@ -68,8 +68,8 @@ from elastic.core.policy.cursor import (
     epoch_seed,
     evaluation_seed,
     gradients_seed,
-    head_seed,
     micro_batch_seed,
+    step_begin_seed,
 )
 from elastic.core.policy.microbatch import deal
 from elastic.core.policy.recovery import CodePart, CodePlace
@@ -405,7 +405,7 @@ class StepEngine:
 
         def give() -> WholeStep:
             # Who has received the state has drawn other numbers before.
-            seed_everything(head_seed(loader.plan.seed, self.cursor))
+            seed_everything(step_begin_seed(loader.plan.seed, self.cursor))
             if self._has_step_head():
                 self._resume_point.keep(self._group.code_places, self._the_reducer().before_step)
                 self._resume_point.begin_code(follows_commit=False)

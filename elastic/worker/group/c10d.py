@@ -1,7 +1,7 @@
 """The private parts of torch.distributed that forming groups in a running process needs.
 
-Rule: each name is looked up once, by `parts()`, and a torch that lacks one is refused with what to
-install. All private names of torch are listed in `torch_names`.
+Rule: each name is looked up once, by `private_names()`, and a torch that lacks one is refused with
+what to install. All private names of torch are listed in `torch_names`.
 
 Three patched names are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where
 each group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
@@ -83,7 +83,7 @@ class PrivateNames:
 
 
 @functools.cache
-def parts() -> PrivateNames:
+def private_names() -> PrivateNames:
     """Look up the private names; GroupError if this torch lacks one of them."""
     gloo = look_up(distributed_c10d, "ProcessGroupGloo")
     world = look_up(distributed_c10d, "_world")
@@ -126,7 +126,7 @@ def forget_all_groups() -> list[Any]:
     `group_count`, which is part of every store key of later groups, so it starts at 0 again.
     Returns what torch referred to: releasing it is slow; do it in the background.
     """
-    found = parts()
+    found = private_names()
     groups: list[Any] = list(found.world.pg_map)
     groups += list(found.world.pg_map.values())
     found.update_default(None)
@@ -172,7 +172,7 @@ def _outdate_meshes() -> None:
 
 def all_groups() -> list[Any]:
     """Return torch's process groups, newest first; any thread."""
-    return list(parts().world.pg_map)[::-1]
+    return list(private_names().world.pg_map)[::-1]
 
 
 def issued() -> tuple[int, ...]:
@@ -196,7 +196,7 @@ def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
     Empty if there are too many to report, or a backend does not count: an incomplete list proves
     nothing. The group of all ranks is left out, because torch counts our own messages in it too.
     """
-    world, groups = parts().world, all_groups()
+    world, groups = private_names().world, all_groups()
     size, found = len(all_ranks_of(groups[-1])) if groups else 0, []
     for group in groups:
         ranks = all_ranks_of(group)
@@ -210,7 +210,7 @@ def begun_in_parts() -> tuple[tuple[str, tuple[int, ...], int], ...]:
 
 def all_by_gloo() -> bool:
     """Return whether all groups of this process carry everything by gloo; any thread."""
-    backends = [str(backend) for backend, _ in list(parts().world.pg_map.values())]
+    backends = [str(backend) for backend, _ in list(private_names().world.pg_map.values())]
     return _backends_in(",".join(backends)) == {"gloo"}
 
 
@@ -221,7 +221,7 @@ def _backends_in(text: str) -> set[str]:
 
 def all_ranks_of(group: Any) -> tuple[int, ...]:
     """Return the ranks in the default group of a group's members, ascending; any thread."""
-    return tuple(sorted(parts().world.pg_group_ranks.get(group, {})))
+    return tuple(sorted(private_names().world.pg_group_ranks.get(group, {})))
 
 
 @contextmanager
@@ -316,7 +316,7 @@ class TorchPatches:
         self.init_process_group = dist.init_process_group
 
     def install(self) -> None:
-        found = parts()
+        found = private_names()
         self._put(distributed_c10d, "ProcessGroupGloo", GlooBuilder(found.gloo, self._make_gloo))
         for name, ours in (
             ("init_process_group", self._adopt),
@@ -366,12 +366,12 @@ class TorchPatches:
     def hide(self) -> None:
         """Let a script find no default group until it asks for one, as under torchrun."""
         self._is_unasked = True
-        parts().update_default(None)
+        private_names().update_default(None)
 
     def show(self) -> None:
         """Let it find the group all the same, if it has not asked for one yet."""
-        if self._is_unasked and parts().world.pg_map:
-            parts().update_default(default_group())
+        if self._is_unasked and private_names().world.pg_map:
+            private_names().update_default(default_group())
         self._is_unasked = False
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
@@ -380,7 +380,7 @@ class TorchPatches:
 
     def _present(self) -> DefaultGroup | None:
         """Return the group that stands; a worker that is ahead of its group joins it first."""
-        _ = parts().world.default_pg  # What reads it joins: see `early_run`.
+        _ = private_names().world.default_pg  # What reads it joins: see `early_run`.
         return self._standing()
 
     def _adopt(self, real: Callable[..., None], *args: Any, **named: Any) -> None:
@@ -390,7 +390,7 @@ class TorchPatches:
             real(*args, **named)
             return
         self._is_unasked = False
-        parts().update_default(default_group())
+        private_names().update_default(default_group())
         names = ("backend", "init_method", "timeout", "world_size", "rank")
         passed = dict(zip(names, args, strict=False)) | named
         for name, ours in (("world_size", group.world_size), ("rank", group.rank)):
@@ -421,7 +421,7 @@ class TorchPatches:
             return
         if group is None or group is default_group():
             self._is_unasked = False
-            parts().update_default(None)
+            private_names().update_default(None)
             return
         if self._forget_subgroup(group):
             real(group)
@@ -521,12 +521,12 @@ def any_nccl_error(groups: list[Any]) -> bool:
 def default_group() -> Any:
     """Return the default process group, also one that is hidden from the script."""
     # Made before all others.
-    return next(iter(parts().world.pg_map), None) or distributed_c10d._get_default_group()
+    return next(iter(private_names().world.pg_map), None) or distributed_c10d._get_default_group()
 
 
 def default_store() -> Any:
     """Return the store of the default group, also of a hidden one; None if there is no group."""
-    _, store = next(iter(parts().world.pg_map.values()), ("", None))
+    _, store = next(iter(private_names().world.pg_map.values()), ("", None))
     return store
 
 
@@ -536,15 +536,15 @@ def shown_group() -> Iterator[bool]:
 
     Yields whether there is one.
     """
-    world = parts().world
+    world = private_names().world
     is_hidden = world.default_pg is None and bool(world.pg_map)
     if is_hidden:
-        parts().update_default(default_group())
+        private_names().update_default(default_group())
     try:
         yield bool(world.pg_map)
     finally:
         if is_hidden:
-            parts().update_default(None)
+            private_names().update_default(None)
 
 
 def has_nccl(group: Any) -> bool:

@@ -337,7 +337,7 @@ class ProcessGroups:
                 )
         # A subgroup is the script's, and so is how long others may take until they make it, too.
         limit_s = timeout_s if resources.is_formed else min(timeout_s, resources.left_s())
-        options = c10d.parts().gloo_options()
+        options = c10d.private_names().gloo_options()
         options._devices = [resources.device]
         options._timeout = timedelta(seconds=limit_s)
         options._threads = c10d.GLOO_THREADS

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.worker.group.c10d import look_up, parts
+from elastic.worker.group.c10d import look_up, private_names
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def held_back(met: Callable[[BaseException], None]) -> Iterator[None]:
     """
     undo: list[tuple[Any, str, Any]] = []
     for owner, name in (
-        (parts().work, "wait"),
+        (private_names().work, "wait"),
         # What waits in C++: a barrier that names who is late, the comparison that
         # DistributedDataParallel begins with, its reduction, and its buffers.
         (dist, "monitored_barrier"),

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from elastic.worker.group.c10d import holders_of, parts
+from elastic.worker.group.c10d import holders_of, private_names
 from elastic.worker.process.environment import PLACE
 
 PRINTS_BY_RANK = {
@@ -86,7 +86,7 @@ def joining_on_demand(join: Callable[[], Any]) -> Iterator[Callable[[], None]]:
     """
     global _join
     places: list[tuple[Any, str, Any]] = []
-    world = type(parts().world)
+    world = type(private_names().world)
     plain, asked, real = os.environ.__class__, world.default_pg, distributed_c10d.is_initialized
 
     def put(owner: Any, name: str, value: Any) -> None:

@@ -24,7 +24,7 @@ ROW = 72
 TAG = 1
 """Those of buckets are above it."""
 STEP_BITS = 32
-HEAD = 7
+HEADER_NUMBERS = 7
 """Numbers before the logged ones."""
 REQUESTS, SAVES, BUSY, RELEASES = 1, 2, 4, 8
 """Bits of a row's first number."""
@@ -80,7 +80,7 @@ class StepMetadata:
     @staticmethod
     def of(numbers: Sequence[float]) -> StepMetadata:
         epoch, step = divmod(int(numbers[1]), 1 << STEP_BITS)
-        values, flags = tuple(numbers[HEAD:]), int(numbers[0])
+        values, flags = tuple(numbers[HEADER_NUMBERS:]), int(numbers[0])
         return StepMetadata(
             bool(flags & REQUESTS),
             Cursor(epoch, step),

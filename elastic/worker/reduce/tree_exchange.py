@@ -41,7 +41,7 @@ from elastic.worker.reduce.transports import Message, Transport, transport_of
 ONE_PHASE_BYTES = 256 << 10
 """While a rank sends no more than this, it sends the bucket whole to everyone: one message's time
 counts for more than the bytes."""
-HEAD = 3
+HEADER_NUMBERS = 3
 """Numbers before the places of sums in shared memory: their file, and the place of the total."""
 
 
@@ -297,7 +297,7 @@ class TreeExchange:
         stage = _Stage(one, tag, gathers=gathers)
         if self._reads_in_place(one):
             for move in one.receives:
-                size = 1 if gathers else HEAD + len(move.parts)
+                size = 1 if gathers else HEADER_NUMBERS + len(move.parts)
                 places = torch.zeros(size, dtype=torch.int64)
                 stage.positions[move.rank] = places
                 stage.receives.append((move.rank, tag, [places]))

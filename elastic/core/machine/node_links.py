@@ -15,7 +15,7 @@ from elastic.core.machine import timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import PRESENT, NodeState
 from elastic.core.messages import Link, LinksTried, TryLinks
-from elastic.core.policy import links as policy
+from elastic.core.policy import node_links as policy
 from elastic.core.world import NodeId
 
 AFTER_NS = 3 * NS_PER_S
@@ -33,7 +33,7 @@ def check_into(
     cluster: ClusterState, job: JobState, since_ns: int, *, after_ns: int = AFTER_NS
 ) -> None:
     """Have the nodes of a group probe their links, after so long without progress."""
-    now_ns, links = cluster.now_ns, job.links
+    now_ns, links = cluster.now_ns, job.node_links
     if abs(since_ns - links.since_ns) >= AFTER_NS:  # Each pulse of a member moves it a little.
         links.since_ns, links.rounds = since_ns, 0
         links.check_ns = min(links.check_ns, now_ns + EVERY_NS)
@@ -56,7 +56,7 @@ def check_into(
 def check_into_broken(cluster: ClusterState, job: JobState) -> None:
     """Do so at once for a group that broke while forming: there may be ten within seconds."""
     if job.newest.training_since_ns is None:
-        check_into(cluster, job, job.links.nowhere_ns, after_ns=0)
+        check_into(cluster, job, job.node_links.nowhere_ns, after_ns=0)
 
 
 def take_tried(cluster: ClusterState, state: NodeState, tried: LinksTried) -> None:
@@ -64,10 +64,10 @@ def take_tried(cluster: ClusterState, state: NodeState, tried: LinksTried) -> No
     job, asker = cluster.jobs.get(tried.job_id), state.node.node_id
     if job is None or job.has_ended():
         return
-    known = {w.node_id for w in job.workers.values()}.union(job.links.out)
+    known = {w.node_id for w in job.workers.values()}.union(job.node_links.out)
     if asker not in known:
         return
-    failed = job.links.failed
+    failed = job.node_links.failed
     for node_id in tried.reached:
         if not _is_on_trial(cluster, job, asker, node_id):
             failed.pop((asker, node_id), None)
@@ -75,7 +75,7 @@ def take_tried(cluster: ClusterState, state: NodeState, tried: LinksTried) -> No
     # Failures between members of a group that has formed meanwhile are obsolete.
     well = set(_nodes(job)) if _gets_on(cluster, job) else set()
     for node_id in known.intersection(tried.unreachable) - {asker}:
-        job.links.whole_ns.pop(_pair(asker, node_id), None)
+        job.node_links.whole_ns.pop(_pair(asker, node_id), None)
         if not {asker, node_id} <= well:
             failed[asker, node_id] = failed.get((asker, node_id), 0) + 1
     _judge(cluster, job)
@@ -83,7 +83,7 @@ def take_tried(cluster: ClusterState, state: NodeState, tried: LinksTried) -> No
 
 def settle(cluster: ClusterState, job: JobState) -> int | None:
     """Have broken links probed again; return when to do that next."""
-    links = job.links
+    links = job.node_links
     if not links.failed:
         return None
     hosts = {w.node_id for w in job.workers.values()}
@@ -109,14 +109,14 @@ def settle(cluster: ClusterState, job: JobState) -> int | None:
 
 def explain(job: JobState, reason: str = "") -> str:
     """Return a reason, followed by the excluded nodes and why, if there are any."""
-    out = job.links.out.items()
+    out = job.node_links.out.items()
     parts = [f"{node_id} and {other} do not reach each other" for node_id, other in out]
     return "; ".join([reason] * bool(reason) + parts)
 
 
 def _is_on_trial(cluster: ClusterState, job: JobState, asker: NodeId, node_id: NodeId) -> bool:
     """Return whether a link that works again has broken too often to be trusted yet."""
-    links, pair = job.links, _pair(asker, node_id)
+    links, pair = job.node_links, _pair(asker, node_id)
     if pair not in links.cut:
         return False
     since_ns = links.whole_ns.setdefault(pair, cluster.now_ns)
@@ -129,7 +129,7 @@ def _pair(one: NodeId, other: NodeId) -> policy.Pair:
 
 def _judge(cluster: ClusterState, job: JobState) -> None:
     """Determine the broken links and the nodes to exclude."""
-    links = job.links
+    links = job.node_links
     before, links.cut = links.cut, policy.cut_pairs(links.failed)
     if links.cut == before:
         return
@@ -150,7 +150,7 @@ def _judge(cluster: ClusterState, job: JobState) -> None:
 
 def _keep_out(cluster: ClusterState, job: JobState) -> None:
     """Choose the nodes to exclude: first those without workers of the job."""
-    links, workers = job.links, _nodes(job)
+    links, workers = job.node_links, _nodes(job)
     hosts = {worker.node_id for worker in job.workers.values()}
     between = [pair for pair in links.cut if hosts.issuperset(pair)]
     out = policy.who_stays_out(between, links.out, workers)
