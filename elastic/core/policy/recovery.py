@@ -2,8 +2,9 @@
 
 Rule: every member decides from the same table, so that no further communication is needed. The most
 advanced members have the state of the run; all others, and new members, receive it. Members differ
-by at most one step: no member commits a step without the whole group. Only a group without anybody
-of the one that came furthest may be behind what was saved.
+by at most one step: each commits a step once it has the sums of the whole group, and the sums of
+the next one need all of them again. Only a group without anybody of the one that came furthest may
+be behind what was saved.
 """
 
 from __future__ import annotations
