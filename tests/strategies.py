@@ -16,9 +16,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
 from elastic.core.events.shared import Note
 from elastic.core.messages import AgentMessage, CoordinatorMessage, PipeToAgent, PipeToWorker
+from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobView, NodeView
 from elastic.core.world import Entry, EntryKind, Resources
 

@@ -20,7 +20,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.records import JobRecord
 from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ConfigError, NameTaken, StorageError
 from elastic.runtime.clock import SystemClock

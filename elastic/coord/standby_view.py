@@ -15,7 +15,7 @@ import anyio
 from elastic.coord.journal import read_nodes, read_records
 from elastic.coord.leader_state import LeaderState
 from elastic.coord.leadership import in_time
-from elastic.core.events.coordinator import Cordon, JobRecord
+from elastic.core.records import Cordon, JobRecord
 from elastic.core.view import ClusterView, JobView
 from elastic.errors import ElasticError
 from elastic.runtime.clock import Clock

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from elastic.core.events.coordinator import Cordon, JobRecord
+from elastic.core.records import Cordon, JobRecord
 from elastic.core.telemetry import Telemetry
 from elastic.core.world import (
     ENDED,

@@ -10,8 +10,8 @@ from typing import Any
 
 import fsspec
 
-from elastic.core.events.coordinator import JobRecord
 from elastic.core.policy import retention
+from elastic.core.records import JobRecord
 from elastic.core.telemetry import Goodput
 from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import ElasticError, TrainingFailed, UsageError

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import Cordon
 from elastic.core.events.shared import Note
+from elastic.core.records import Cordon
 from elastic.core.view import ClusterView, JobView, NodeView
 from elastic.core.world import Generation, NodeId, WorkerId
 from elastic.errors import PeerError

@@ -5,7 +5,7 @@ Rule: a record that does not decode, or has another format, raises an error that
 
 from __future__ import annotations
 
-from elastic.core.events.coordinator import JobRecord, NodesRecord
+from elastic.core.records import JobRecord, NodesRecord
 from elastic.errors import CorruptRecord, PeerError
 from elastic.wire.codec import parse
 from elastic.wire.envelope import Envelope

@@ -12,7 +12,6 @@ from elastic.core.events.coordinator import (
     CloseSession,
     CoordinatorEffect,
     Forget,
-    JobRecord,
     Persist,
     PersistNodes,
     Reply,
@@ -36,6 +35,7 @@ from elastic.core.messages import (
     TryLinks,
     Welcome,
 )
+from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView
 from elastic.core.world import ReportKind, SessionId
 

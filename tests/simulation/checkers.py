@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.records import JobRecord
 from elastic.core.world import Assignment, Generation, JobId, NodeId, WorkerId
 from elastic.errors import ElasticError
 from tests.simulation.crowd_checks import CrowdChecks

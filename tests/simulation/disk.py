@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.core.events import coordinator as events
+from elastic.core.records import JobRecord, NodesRecord
 from elastic.core.world import JobId, JobPhase
 from tests.simulation.checkers import Checkers, DurableGroup
 
@@ -12,11 +12,11 @@ class Disk:
 
     def __init__(self, checkers: Checkers) -> None:
         """Create an empty store."""
-        self.records: dict[JobId, events.JobRecord] = {}
-        self.nodes = events.NodesRecord()
+        self.records: dict[JobId, JobRecord] = {}
+        self.nodes = NodesRecord()
         self._checkers = checkers
 
-    def write(self, records: tuple[events.JobRecord, ...]) -> None:
+    def write(self, records: tuple[JobRecord, ...]) -> None:
         """Make the records durable, and check them."""
         for record in records:
             job_id = record.spec.job_id

@@ -23,7 +23,6 @@ import click
 from elastic.core.config import JobSpec, ns
 from elastic.core.events.coordinator import (
     CheckpointRequested,
-    JobRecord,
     NodeDrainRequested,
     StopRequested,
     SubmitRequested,
@@ -38,6 +37,7 @@ from elastic.core.messages import (
     Release,
 )
 from elastic.core.policy.hang import FIRST_TIMES, LONGEST_TIMES
+from elastic.core.records import JobRecord
 from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
 from tests.simulation import crowd, draws, holders

@@ -19,10 +19,8 @@ from elastic.core.events.coordinator import (
     CoordinatorEffect,
     CoordinatorEvent,
     Forget,
-    JobRecord,
     NodeCordonRequested,
     NodeDrainRequested,
-    NodesRecord,
     PauseRequested,
     Persist,
     PersistNodes,
@@ -51,6 +49,7 @@ from elastic.core.messages import (
     StartWorker,
     WorkerUpdate,
 )
+from elastic.core.records import JobRecord, NodesRecord
 from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobView, NodeView
 from elastic.core.world import (

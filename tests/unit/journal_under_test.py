@@ -11,7 +11,7 @@ import anyio
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import LeaderKey, Leadership
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.records import JobRecord
 from elastic.core.world import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock

@@ -26,8 +26,8 @@ from elastic.client.text_format import (
     parsed_metrics,
 )
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import Cordon, JobRecord
 from elastic.core.events.shared import Note
+from elastic.core.records import Cordon, JobRecord
 from elastic.core.telemetry import Goodput, Telemetry
 from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
 from elastic.core.world import (

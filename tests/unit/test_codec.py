@@ -12,7 +12,6 @@ import pytest
 
 from elastic.core import messages, view, world
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
 from elastic.core.messages import (
     PROTOCOL,
     AgentMessage,
@@ -23,6 +22,7 @@ from elastic.core.messages import (
     PipeToWorker,
     WorkerUpdate,
 )
+from elastic.core.records import JobRecord
 from elastic.core.world import (
     Entry,
     EntryKind,

@@ -11,7 +11,7 @@ import pytest
 from elastic.coord.leader_state import LeaderState
 from elastic.coord.standby_view import StandbyView
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import NotLeading, StoreUnavailable

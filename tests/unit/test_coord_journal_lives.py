@@ -8,7 +8,7 @@ import pytest
 
 from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.records import JobRecord
 from elastic.core.world import JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.store.interface import Compare, Put

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.coord.lookup import WorkerOrigin, find_job, origins_of
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobView, WorkerView
 from elastic.core.world import (
     Entry,

@@ -10,7 +10,7 @@ import pytest
 from elastic.coord.leader_state import LeaderState, Term
 from elastic.coord.leadership import LeaderKey
 from elastic.coord.standby_view import StandbyView
-from elastic.core.events.coordinator import Cordon, NodesRecord
+from elastic.core.records import Cordon, NodesRecord
 from elastic.core.view import ClusterView, JobView
 from elastic.core.world import NodeId
 from elastic.errors import NotLeading

@@ -14,8 +14,8 @@ from elastic.coord.web.html import clean, clean_output, element, escaped
 from elastic.coord.web.pages import front_page, job_page
 from elastic.coord.web.parts import BYTES_PER_S, Changes, Part, row
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
 from elastic.core.events.shared import Note
+from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
 from elastic.core.world import (
     Entry,

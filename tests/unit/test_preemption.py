@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic.core.config import JobSpec, ns
-from elastic.core.events.coordinator import JobRecord
 from elastic.core.events.worker import GroupFormed, NotifyPreemption
 from elastic.core.messages import Preemption
 from elastic.core.policy.preemption import save_before
+from elastic.core.records import JobRecord
 from elastic.core.world import JobId, JobPhase, LeavingNode, NodeId
 from elastic.errors import ConfigError, ControllerError, PreemptionError
 from elastic.train.failures import failed_on_cluster

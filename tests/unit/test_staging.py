@@ -19,12 +19,12 @@ from elastic.core.events.coordinator import (
     CoordinatorEffect,
     CoordinatorEvent,
     EventBatch,
-    JobRecord,
     Persist,
     Reply,
     StopRequested,
     SubmitRequested,
 )
+from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobSample, JobView
 from elastic.core.world import JobId, JobPhase, Member
 from elastic.errors import Fenced, Refused, StoreUnavailable, Unavailable

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.config import JobSpec
-from elastic.core.events.coordinator import JobRecord
+from elastic.core.records import JobRecord
 from elastic.core.world import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.errors import UsageError
 from elastic.storage.marker import CheckpointMarker

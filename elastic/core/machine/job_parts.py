@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elastic.core.events.coordinator import FormerWorker, RankFailure
 from elastic.core.machine.transitions import GROUP, RELEASE, GroupPhase, ReleasePhase, check_move
 from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.ranks import RankPlace
+from elastic.core.records import FormerWorker, RankFailure
 from elastic.core.world import (
     NO_GENERATION,
     CheckpointRecord,

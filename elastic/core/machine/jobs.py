@@ -9,14 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import CoordinatorConfig, JobSpec
-from elastic.core.events.coordinator import (
-    FORMER_MAX,
-    CoordinatorEffect,
-    FormerWorker,
-    JobRecord,
-    Persist,
-    SendAgent,
-)
+from elastic.core.events.coordinator import CoordinatorEffect, Persist, SendAgent
 from elastic.core.machine.cluster_parts import ProbeBook, QueuePlan, Term
 from elastic.core.machine.copy_book import CopyBook
 from elastic.core.machine.event_history import note
@@ -38,6 +31,7 @@ from elastic.core.policy.goodput import Account, Ledger
 from elastic.core.policy.hang import MainThreadState
 from elastic.core.policy.membership import Candidate, CurrentGroup
 from elastic.core.policy.ranks import RankPlace, assign_ranks
+from elastic.core.records import FORMER_MAX, FormerWorker, JobRecord
 from elastic.core.telemetry import START, Telemetry
 from elastic.core.view import JobSample, JobView, WorkerView, first_reported
 from elastic.core.world import (

@@ -6,7 +6,6 @@ count from now.
 
 from __future__ import annotations
 
-from elastic.core.events.coordinator import JobRecord
 from elastic.core.machine.job_parts import (
     Growth,
     JobOutcome,
@@ -21,6 +20,7 @@ from elastic.core.machine.link_book import LinkBook
 from elastic.core.machine.transitions import GroupPhase, ReleasePhase
 from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.goodput import Ledger
+from elastic.core.records import JobRecord
 from elastic.core.world import NO_GENERATION, JobPhase
 
 
