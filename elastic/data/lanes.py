@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.core.policy.cursor import Permutation, derive, shuffle_seed
+from elastic.core.policy.data_plan import Permutation
+from elastic.core.policy.seeds import derive, shuffle_seed
 from elastic.errors import check
 from elastic.worker.data.randomness import permuted
 
 LANE = 6
-"""Purpose number for the seeds of windows; others are in core/policy/cursor.py."""
+"""Purpose number for the seeds of windows; others are in core/policy/seeds.py."""
 Ints = NDArray[np.int64]
 Ranges = list[tuple[int, int]]
 Files = tuple[tuple[int | None, tuple[int, ...]], ...]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic.core.policy.cursor import AUGMENT, DataPlan, derive
+from elastic.core.policy.data_plan import DataPlan
+from elastic.core.policy.seeds import AUGMENT, derive
 from elastic.data.batches import Batch
 from elastic.data.lanes import Lanes
 from elastic.data.table import Table

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from elastic.core.policy.cursor import derive
+from elastic.core.policy.seeds import derive
 from elastic.core.policy.streams import StreamCut
 from elastic.core.telemetry import EVAL
 from elastic.errors import UsageError

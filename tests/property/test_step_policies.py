@@ -11,16 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.core.policy.cursor import (
-    SEED_BITS,
-    Cursor,
-    DataPlan,
-    Permutation,
-    derive,
-    micro_batch_seed,
-    sample_seed,
-    shuffle_seed,
-)
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.data_plan import DataPlan, Permutation
 from elastic.core.policy.microbatch import (
     Span,
     additions_in,
@@ -40,6 +32,7 @@ from elastic.core.policy.recovery import (
     next_code_places,
     plan_transfers,
 )
+from elastic.core.policy.seeds import SEED_BITS, derive, micro_batch_seed, sample_seed, shuffle_seed
 from elastic.errors import ConfigError, InvariantViolation
 from tests.effort import examples
 

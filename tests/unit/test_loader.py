@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from elastic.core.policy.cursor import Cursor, DataPlan
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.data_plan import DataPlan
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.loader import MicroBatchLoader
 from tests.effort import examples

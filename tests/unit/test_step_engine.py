@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic import train
-from elastic.core.policy.cursor import Cursor, step_seed
+from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import CodePart, CodePlace
+from elastic.core.policy.seeds import step_seed
 from elastic.errors import UsageError
 from elastic.train.torch import (
     enable_reproducibility,

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic.core.policy.cursor import Cursor, DataPlan, micro_batch_seed
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.data_plan import DataPlan
+from elastic.core.policy.seeds import micro_batch_seed
 from elastic.worker.data.randomness import seed_everything
 from elastic.worker.group.member_links import connect
 from elastic.worker.group.peer_sockets import PeerAddress

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from elastic.core.policy.cursor import DataPlan, derive
+from elastic.core.policy.data_plan import DataPlan
+from elastic.core.policy.seeds import derive
 from elastic.errors import ConfigError, check
 
 STREAM = 4

@@ -39,7 +39,8 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import rotate_checkpoints
 
-from elastic.core.policy.cursor import Cursor, DataPlan
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.data_plan import DataPlan
 from elastic.errors import UsageError
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.datasets import ShardBatches

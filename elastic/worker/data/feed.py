@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from elastic.core.policy.cursor import derive
+from elastic.core.policy.seeds import derive
 from elastic.errors import UsageError, check
 from elastic.worker.data.attributes import attributes_print
 from elastic.worker.data.seeding import LoaderWorkerInit
@@ -27,7 +27,7 @@ LOST_PROCESS = "DataLoader worker (pid"
 """How torch's error for that begins; an error of a dataset names its class first."""
 
 WORKER_PROCESSES = 3
-"""Purpose of the seed of worker processes, beside those in cursor.py."""
+"""Purpose of the seed of worker processes, beside those in seeds.py."""
 
 Key = tuple[int, int, int]
 """Epoch, step, micro-batch. In the order of keys a rank computes."""

@@ -21,8 +21,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from elastic.core.policy.cursor import Cursor, DataPlan, Permutation, shuffle_seed
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.data_plan import DataPlan, Permutation
 from elastic.core.policy.microbatch import Span
+from elastic.core.policy.seeds import shuffle_seed
 from elastic.errors import UsageError, check
 from elastic.worker.data.feed import Key, SampleFeed, check_prefetch
 from elastic.worker.data.randomness import permuted

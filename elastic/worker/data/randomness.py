@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.core.policy.cursor import MASK_32, Permutation
+from elastic.core.policy.data_plan import Permutation
+from elastic.core.policy.seeds import MASK_32
 
 
 def seed_everything(seed: int) -> None:

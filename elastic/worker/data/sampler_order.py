@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.policy.cursor import derive
+from elastic.core.policy.seeds import derive
 from elastic.errors import UsageError
 from elastic.worker.data.attributes import attributes_print
 from elastic.worker.data.randomness import seeded

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from elastic.core.policy.cursor import AUGMENT, MASK_32, Cursor, derive, sample_seed, step_seed
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.seeds import AUGMENT, MASK_32, derive, sample_seed, step_seed
 from elastic.core.policy.streams import Data
 from elastic.worker.data.randomness import seed_everything
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from elastic.core.policy.cursor import LEAST, Cursor
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.data_plan import LEAST
 from elastic.core.policy.microbatch import Span
 from elastic.core.policy.streams import StreamPlan
 from elastic.errors import UsageError

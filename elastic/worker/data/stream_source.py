@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torchs_worker
 
-from elastic.core.policy.cursor import derive
+from elastic.core.policy.seeds import derive
 from elastic.core.policy.streams import StreamCut, StreamPlan, StreamPosition, nearest
 from elastic.errors import UsageError, check
 from elastic.worker.data.randomness import seed_everything

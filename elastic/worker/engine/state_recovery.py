@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.core.policy.cursor import Cursor, derive
+from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import (
     CodePlace,
     PassPosition,
@@ -29,6 +29,7 @@ from elastic.core.policy.recovery import (
     next_code_places,
     plan_transfers,
 )
+from elastic.core.policy.seeds import derive
 from elastic.core.policy.streams import Data, StreamPlan
 from elastic.errors import StorageError, UsageError
 from elastic.worker.base.spans import span

@@ -63,16 +63,16 @@ from elastic.core.events.step import (
 from elastic.core.events.worker import MicroBatchesDeclared
 from elastic.core.machine.step import AT_STEP, StepMachine
 from elastic.core.machine.transitions import StepPhase
-from elastic.core.policy.cursor import (
-    Cursor,
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.microbatch import deal
+from elastic.core.policy.recovery import CodePart, CodePlace
+from elastic.core.policy.seeds import (
     epoch_seed,
     evaluation_seed,
     gradients_seed,
     micro_batch_seed,
     step_begin_seed,
 )
-from elastic.core.policy.microbatch import deal
-from elastic.core.policy.recovery import CodePart, CodePlace
 from elastic.core.policy.streams import Data
 from elastic.core.telemetry import (
     CHECKPOINT_STALL,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from elastic.core.policy.cursor import Cursor, DataPlan
+from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.data_plan import DataPlan
 from elastic.core.policy.microbatch import Span, deal
 from elastic.core.policy.streams import StreamPlan
 from elastic.errors import UsageError

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from elastic import train
-from elastic.core.policy.cursor import DataPlan
+from elastic.core.policy.data_plan import DataPlan
 from elastic.train.torch import (
     TorchTrainer,
     enable_reproducibility,
