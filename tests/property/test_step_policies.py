@@ -22,14 +22,12 @@ from elastic.core.policy.microbatch import (
     split,
     subtrees,
 )
+from elastic.core.policy.program_points import CodePart, ProgramPoint, next_program_points
 from elastic.core.policy.recovery import (
-    CodePart,
-    CodePlace,
     PassPosition,
     RunPosition,
     SavedPosition,
     is_outdated,
-    next_code_places,
     plan_transfers,
 )
 from elastic.core.policy.seeds import SEED_BITS, derive, micro_batch_seed, sample_seed, shuffle_seed
@@ -413,23 +411,26 @@ def test_who_was_away_receives_a_step_that_the_others_have_done_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "place"),
+    ("position", "point"),
     [
-        (RunPosition(True, Cursor(1, 2), STEPS, PassPosition.ITERATIONS), CodePlace(Cursor(1, 3))),
+        (
+            RunPosition(True, Cursor(1, 2), STEPS, PassPosition.ITERATIONS),
+            ProgramPoint(Cursor(1, 3)),
+        ),
         (
             RunPosition(True, Cursor(1, 3), STEPS, PassPosition.ITERATIONS),
-            CodePlace(Cursor(1, 3), CodePart.END),
+            ProgramPoint(Cursor(1, 3), CodePart.END),
         ),
-        (RunPosition(True, Cursor(1, 3), STEPS), CodePlace(Cursor(1, 0))),
-        (RunPosition(True, Cursor(1, 3), 0, PassPosition.ITERATIONS), CodePlace(Cursor(1, 4))),
+        (RunPosition(True, Cursor(1, 3), STEPS), ProgramPoint(Cursor(1, 0))),
+        (RunPosition(True, Cursor(1, 3), 0, PassPosition.ITERATIONS), ProgramPoint(Cursor(1, 4))),
     ],
 )
 def test_who_comes_at_the_end_of_a_pass_runs_other_code_than_who_is_inside(
-    position: RunPosition, place: CodePlace
+    position: RunPosition, point: ProgramPoint
 ) -> None:
     group = [position, RunPosition()]
-    found = next_code_places(group, plan_transfers(group).value)
-    assert found == (place, CodePlace(Cursor(1, 0)))
+    found = next_program_points(group, plan_transfers(group).value)
+    assert found == (point, ProgramPoint(Cursor(1, 0)))
 
 
 @st.composite
@@ -459,7 +460,7 @@ def members_of_a_loop(draw: st.DrawFn) -> tuple[list[RunPosition], bool]:
     return draw(st.lists(members, min_size=1, max_size=5)), by_steps
 
 
-def code_of(group: list[RunPosition], rank: int, *, by_steps: bool) -> list[CodePlace]:
+def code_of(group: list[RunPosition], rank: int, *, by_steps: bool) -> list[ProgramPoint]:
     """Return all code that a member runs from a meeting to the end of the next epoch, in order."""
     plan, position = plan_transfers(group).value, group[rank]
     cursor, sender = plan.cursors[rank], plan.sender_to(rank)
@@ -469,13 +470,13 @@ def code_of(group: list[RunPosition], rank: int, *, by_steps: bool) -> list[Code
         stays = began = False  # The state that it receives lacks what this code has done.
     for epoch in range(cursor.epoch, 3):
         if not stays:
-            found.append(CodePlace(Cursor(epoch, 0)))
+            found.append(ProgramPoint(Cursor(epoch, 0)))
         for step in range(cursor.step, STEPS):
             if by_steps and not began:
-                found.append(CodePlace(Cursor(epoch, step), CodePart.BEGIN))
-            found.append(CodePlace(Cursor(epoch, step + 1)))
+                found.append(ProgramPoint(Cursor(epoch, step), CodePart.BEGIN))
+            found.append(ProgramPoint(Cursor(epoch, step + 1)))
             began = False
-        found.append(CodePlace(Cursor(epoch, STEPS), CodePart.END))
+        found.append(ProgramPoint(Cursor(epoch, STEPS), CodePart.END))
         stays, began, cursor = False, False, Cursor(epoch + 1, 0)
     return found
 
@@ -487,13 +488,13 @@ def test_a_report_is_made_by_as_many_members_as_are_counted(
 ) -> None:
     group, by_steps = drawn
     plan = plan_transfers(group).value
-    first = next_code_places(group, plan)
+    first = next_program_points(group, plan)
     code = [code_of(group, rank, by_steps=by_steps) for rank in range(len(group))]
     assert [one[0] for one in code] == list(first)
     for one in code:
         assert one == sorted(one)
         for here in one:
-            assert sum(here in other for other in code) == sum(place <= here for place in first)
+            assert sum(here in other for other in code) == sum(point <= here for point in first)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,8 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import (
-    CodePlace,
-    PassPosition,
-    RunPosition,
-    next_code_places,
-    plan_transfers,
-)
+from elastic.core.policy.program_points import ProgramPoint, next_program_points
+from elastic.core.policy.recovery import PassPosition, RunPosition, plan_transfers
 from elastic.errors import UsageError
 from elastic.train.torch import (
     prepare_data_loader,
@@ -460,8 +455,8 @@ def test_code_at_the_head_of_an_epoch_counts_once_in_a_state_that_is_received(
 
     def received(run: RunState, *_: Any, put: Callable[[Any], None]) -> Any:
         put(copy.deepcopy(sent))
-        places = (CodePlace(run.cursor),)
-        return SimpleNamespace(cursors=(run.cursor,), code_places=places, num_bytes=0)
+        points = (ProgramPoint(run.cursor),)
+        return SimpleNamespace(cursors=(run.cursor,), program_points=points, num_bytes=0)
 
     with called(Home(), None, 1) as engine:
         undisturbed = trained(engine)
@@ -767,11 +762,11 @@ class Meeting(Home):
                 RunPosition(True, theirs, 3, PassPosition.BETWEEN_STEPS, committed_in=2),
             ]
             plan = plan_transfers(rows).value
-            places = next_code_places(rows, plan)
+            points = next_program_points(rows, plan)
             if run.cursor == ours:
                 assert plan.pairs == ((0, 1),)
                 put(copy.deepcopy(sent))
-            return SimpleNamespace(cursors=plan.cursors[:1], code_places=places, num_bytes=0)
+            return SimpleNamespace(cursors=plan.cursors[:1], program_points=points, num_bytes=0)
 
         def look(engine: StepEngine) -> None:
             if engine.cursor == theirs and not sent:

@@ -40,7 +40,7 @@ def test_epochs_may_have_loaders_of_their_own() -> None:
 def test_code_behind_a_pass_that_was_left_has_a_place_of_its_own() -> None:
     """A place that came again would give a report the key of an earlier one."""
     loop, cursor = EpochLoop(epoch=0, by_steps=True, pass_phase=PassPhase.OPEN), Cursor(0, 3)
-    places = [loop.code_place(cursor, in_step=True), loop.code_place(cursor, in_step=False)]
+    points = [loop.program_point(cursor, in_step=True), loop.program_point(cursor, in_step=False)]
     loop.pass_phase = PassPhase.LEFT
-    places.append(loop.code_place(cursor, in_step=False))
-    assert sorted(set(places)) == places
+    points.append(loop.program_point(cursor, in_step=False))
+    assert sorted(set(points)) == points

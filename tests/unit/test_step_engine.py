@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import CodePart, CodePlace
+from elastic.core.policy.program_points import CodePart, ProgramPoint
 from elastic.core.policy.seeds import step_seed
 from elastic.errors import UsageError
 from elastic.train.torch import (
@@ -416,10 +416,10 @@ def test_a_report_that_others_have_made_before_keeps_its_metrics_alone(
     def report(_: str, checkpoint: Any, __: Any, *, where: str, voters: int) -> None:
         made.append((where, voters, checkpoint is not None))
 
-    loop, end = Loop.make(), CodePlace(Cursor(0, STEPS), CodePart.END)
+    loop, end = Loop.make(), ProgramPoint(Cursor(0, STEPS), CodePart.END)
     for _ in train.epochs(1):
         monkeypatch.setattr(engine.context.the_reporter(), "report_in_place", report)
-        engine._group.code_places = CodePlace(Cursor()), end
+        engine._group.program_points = ProgramPoint(Cursor()), end
         engine.run.cursor = end.cursor
         train.report({}, checkpoint=train.Checkpoint.from_directory(tmp_path))
         assert not list(loop.loader)

@@ -3,7 +3,7 @@
 What is where:
 
     groups        membership (who is in the next one), ranks, recovery (who sends state to whom),
-                  node_links, pacing, preemption
+                  program_points (what a script runs next), node_links, pacing, preemption
     failures      failure (what a lost worker costs), hang, health
     the queue     queue, demands, packing, eviction, placement, scaling, feeding (jobs for others)
     a step        microbatch (who computes what), exchange_plan (who sends what), cursor,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NamedTuple
 
 from elastic.core.policy.cursor import Cursor
@@ -158,61 +158,3 @@ def plan_transfers(positions: Sequence[RunPosition]) -> Decision[TransferPlan]:
         )
     names = ", ".join(f"{rank} from {sender}" for rank, sender in pairs)
     return Decision(TransferPlan(pairs, cursors), f"ranks receive the state of {where}: {names}")
-
-
-class CodePart(str, Enum):
-    """Which of the script's code at a cursor; in the order of the run, which is that of the values.
-
-    BETWEEN: behind the step before, or before the pass. BEGIN: with which a whole step begins. END:
-    behind the pass.
-    """
-
-    BETWEEN = ""
-    BEGIN = "begin"
-    END = "end"
-
-
-class CodePlace(NamedTuple):
-    """A place of the script's own code in the run; places are in the order of the run.
-
-    Attributes:
-        cursor: the next step to be committed there; before a pass its first, also for a member that
-            comes in the middle of it.
-        part: of the code there.
-    """
-
-    cursor: Cursor
-    part: CodePart = CodePart.BETWEEN
-
-
-def next_code_places(
-    positions: Sequence[RunPosition], transfers: TransferPlan
-) -> tuple[CodePlace, ...]:
-    """Return the first place at which each member will run code of its own again, by rank.
-
-    A member in a loop over micro-batches has run all code at its cursor: it continues with the next
-    step, or behind the pass. One in a loop over whole steps has run that with which the step at its
-    cursor begins only within that step, and not if it receives the state of another step. One that
-    begins, or that receives the state of another epoch, runs the code before that epoch's pass. So
-    does one within a step that receives the state of before that step's code: it is called again.
-    """
-    steps = max(position.epoch_steps for position in positions)
-    places = []
-    for rank, (position, cursor) in enumerate(zip(positions, transfers.cursors, strict=True)):
-        in_step = position.in_pass is PassPosition.WITHIN_STEP and position.cursor == cursor
-        sender = transfers.sender_to(rank)
-        is_sent_back = (
-            in_step
-            and sender is not None
-            and positions[sender].in_pass is not PassPosition.WITHIN_STEP
-        )
-        if is_sent_back or not position.is_inside or position.cursor.epoch != cursor.epoch:
-            place = CodePlace(Cursor(cursor.epoch, 0))
-        elif steps and cursor.step >= steps:  # While the end is unknown to all, none is past it.
-            place = CodePlace(cursor, CodePart.END)
-        elif in_step or position.in_pass is PassPosition.ITERATIONS:
-            place = CodePlace(Cursor(cursor.epoch, cursor.step + 1))
-        else:
-            place = CodePlace(cursor, CodePart.BEGIN)
-        places.append(place)
-    return tuple(places)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import CodePart, CodePlace, PassPosition
+from elastic.core.policy.program_points import CodePart, ProgramPoint
+from elastic.core.policy.recovery import PassPosition
 from elastic.errors import UsageError
-from elastic.worker.engine.logbook import PlaceCounter
+from elastic.worker.engine.logbook import PointCounter
 from elastic.worker.engine.step_values import StepValues
 from elastic.worker.engine.still_weights import StillWeights
 from elastic.worker.engine.unregistered import UnregisteredObjects
@@ -147,14 +148,14 @@ class EpochLoop:
             return PassPosition.ITERATIONS
         return PassPosition.WITHIN_STEP if self.begun == cursor else PassPosition.BETWEEN_STEPS
 
-    def code_place(self, cursor: Cursor, *, in_step: bool) -> CodePlace:
-        """Return the place of the script's code; `in_step` is behind a step's first micro-batch."""
+    def program_point(self, cursor: Cursor, *, in_step: bool) -> ProgramPoint:
+        """Return the point of the script's code; `in_step` is behind a step's first micro-batch."""
         if self.pass_phase is PassPhase.AHEAD:
-            return CodePlace(Cursor(cursor.epoch, 0))
+            return ProgramPoint(Cursor(cursor.epoch, 0))
         if self.pass_phase in (PassPhase.PASSED, PassPhase.LEFT):
-            return CodePlace(cursor, CodePart.END)
+            return ProgramPoint(cursor, CodePart.END)
         begins = self.pass_phase is PassPhase.OPEN and self.by_steps and not in_step
-        return CodePlace(cursor, CodePart.BEGIN if begins else CodePart.BETWEEN)
+        return ProgramPoint(cursor, CodePart.BEGIN if begins else CodePart.BETWEEN)
 
     def close_pass(self) -> None:
         """End a pass that the script still holds and reads no more, as `break` ends others."""
@@ -199,7 +200,7 @@ class PresentGroup:
     """What the engine knows of the group that it is in; the next one begins with nothing of it.
 
     Attributes:
-        code_places: where each member runs code of its own next, by rank.
+        program_points: where each member runs code of its own next, by rank.
         reports, evaluations: counts what we have reported and evaluated in it.
         stepped: which optimizers had gradients in its newest step, as bits.
         rates: a print of their learning rates then.
@@ -209,10 +210,10 @@ class PresentGroup:
         reagrees_in_place: ranks differ, as all of them know, and they meet again in it.
     """
 
-    code_places: tuple[CodePlace, ...] = ()
+    program_points: tuple[ProgramPoint, ...] = ()
     values: StepValues = field(default_factory=lambda: StepValues(None))
-    reports: PlaceCounter = field(default_factory=PlaceCounter)
-    evaluations: PlaceCounter = field(default_factory=PlaceCounter)
+    reports: PointCounter = field(default_factory=PointCounter)
+    evaluations: PointCounter = field(default_factory=PointCounter)
     stepped: int = 0
     rates: int = 0
     noted: Cursor | None = None

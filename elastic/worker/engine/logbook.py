@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.core.policy.cursor import Cursor
-from elastic.core.policy.recovery import CodePlace
+from elastic.core.policy.program_points import ProgramPoint
 
 log = logging.getLogger(__name__)
 
@@ -225,15 +225,15 @@ class Logbook:
         return averages
 
 
-class PlaceCounter:
-    """Counts what members of one group do alike at a place in the run: the first, the second."""
+class PointCounter:
+    """Counts what members of one group do alike at a point of the run: the first, the second."""
 
     def __init__(self) -> None:
-        self._at, self._count = CodePlace(Cursor()), 0
+        self._at, self._count = ProgramPoint(Cursor()), 0
 
-    def next(self, place: CodePlace) -> int:
-        if self._at != place:
-            self._at, self._count = place, 0
+    def next(self, point: ProgramPoint) -> int:
+        if self._at != point:
+            self._at, self._count = point, 0
         self._count += 1
         return self._count
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic.core.policy.cursor import NO_STEP, Cursor
-from elastic.core.policy.recovery import CodePlace
+from elastic.core.policy.program_points import ProgramPoint
 from elastic.core.policy.streams import Data
 from elastic.core.world import NO_GENERATION, Generation
 from elastic.worker.base.interrupt import GroupChanged
@@ -60,7 +60,7 @@ class ResumeState:
 
     Attributes:
         generation: the group that has agreed on it already, 0 if none has.
-        code_places: in this group, where each member runs code of its own again, by rank.
+        program_points: in this group, where each member runs code of its own again, by rank.
         steps: committed in the run.
         streams: what is known of a dataset that is read as streams.
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
@@ -75,7 +75,7 @@ class ResumeState:
     cursor: Cursor
     logbook: Logbook
     generation: int = 0
-    code_places: tuple[CodePlace, ...] = ()
+    program_points: tuple[ProgramPoint, ...] = ()
     steps: int = 0
     streams: StreamBook = field(default_factory=StreamBook)
     calls_late: bool = False

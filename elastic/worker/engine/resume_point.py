@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.policy.recovery import CodePlace
+from elastic.core.policy.program_points import ProgramPoint
 from elastic.core.world import NO_GENERATION, Generation
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.engine.context import WorkerContext
@@ -84,13 +84,13 @@ class ResumePoint:
 
     def keep(
         self,
-        code_places: tuple[CodePlace, ...],
+        program_points: tuple[ProgramPoint, ...],
         without_gradients: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """Keep a copy of the state as it is now, without its weights if those are large.
 
         Args:
-            code_places: where each member of the group runs code of its own next, by rank.
+            program_points: where each member of the group runs code of its own next, by rank.
             without_gradients: a context in which buffers are those of the last commit.
         """
         self._kept = self._weights = None
@@ -101,7 +101,7 @@ class ResumePoint:
                 state = objects.copied(weights=weights)
                 logbook = deepcopy(self._run.logbook)
                 logbook.forget_step()
-                kept = self._resume_state(state, logbook, code_places)
+                kept = self._resume_state(state, logbook, program_points)
             self._weights = None if weights else self._divergence.weights()
             self._kept = kept
         except Exception as error:  # Of memory, or of what the user has registered.
@@ -181,12 +181,12 @@ class ResumePoint:
             self._run.objects.put(kept.state, own=False)
 
     def take(
-        self, code_places: tuple[CodePlace, ...], agreed: Generation, *, has_raised: bool
+        self, program_points: tuple[ProgramPoint, ...], agreed: Generation, *, has_raised: bool
     ) -> ResumeState | None:
         """Return what the next call continues from if this one is left now, None if nothing.
 
         Args:
-            code_places: as in `keep`.
+            program_points: as in `keep`.
             agreed: the group that has agreed on the state at hand, if the next call is made in it;
                 else `NO_GENERATION`.
             has_raised: this call was left by an error. If not, it is behind the loop that it has
@@ -208,7 +208,7 @@ class ResumePoint:
                 raise
             log.warning("state_not_kept reason=%r", str(error))
             return None
-        return self._resume_state(state, run.logbook, code_places, agreed)
+        return self._resume_state(state, run.logbook, program_points, agreed)
 
     def _copy(self) -> ResumeState | None:
         """Return the kept state; None if weights that are not part of it have changed since."""
@@ -224,7 +224,7 @@ class ResumePoint:
         self,
         state: State,
         logbook: Logbook,
-        code_places: tuple[CodePlace, ...],
+        program_points: tuple[ProgramPoint, ...],
         agreed: Generation = NO_GENERATION,
     ) -> ResumeState:
         run = self._run
@@ -233,7 +233,7 @@ class ResumePoint:
             run.cursor,
             logbook,
             agreed,
-            code_places,
+            program_points,
             run.steps,
             run.streams,
             self.calls_late,

@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 
 from elastic.core.policy.cursor import Cursor
+from elastic.core.policy.program_points import ProgramPoint, next_program_points
 from elastic.core.policy.recovery import (
-    CodePlace,
     PassPosition,
     RunPosition,
     SavedPosition,
     is_outdated,
-    next_code_places,
     plan_transfers,
 )
 from elastic.core.policy.seeds import derive
@@ -50,12 +49,12 @@ class RecoveryResult:
 
     Attributes:
         cursors: of each member, by rank.
-        code_places: where each member will run code of its own again, by rank.
+        program_points: where each member will run code of its own again, by rank.
         num_bytes: of state that we sent or received.
     """
 
     cursors: tuple[Cursor, ...]
-    code_places: tuple[CodePlace, ...]
+    program_points: tuple[ProgramPoint, ...]
     num_bytes: int
 
 
@@ -134,7 +133,7 @@ def catch_up(
         put(state)
     if min(plan.cursors) < max(plan.cursors):  # The same on all members.
         checkpoints.agree_on_number(group)
-    return RecoveryResult(plan.cursors, next_code_places(positions, plan), num_bytes)
+    return RecoveryResult(plan.cursors, next_program_points(positions, plan), num_bytes)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ from elastic.core.machine.step import AT_STEP, StepMachine
 from elastic.core.machine.transitions import StepPhase
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.microbatch import deal
-from elastic.core.policy.recovery import CodePart, CodePlace
+from elastic.core.policy.program_points import CodePart, ProgramPoint
 from elastic.core.policy.seeds import (
     epoch_seed,
     evaluation_seed,
@@ -340,7 +340,7 @@ class StepEngine:
                 self.run.go_on(resume_state)
                 self._resume_point.given = None
             if resume_state.generation == self.context.generation:
-                self._group.code_places = resume_state.code_places
+                self._group.program_points = resume_state.program_points
                 self._attach()
                 return
         self._change_group(is_first=True)
@@ -407,7 +407,7 @@ class StepEngine:
             # Who has received the state has drawn other numbers before.
             seed_everything(step_begin_seed(loader.plan.seed, self.cursor))
             if self._has_step_head():
-                self._resume_point.keep(self._group.code_places, self._the_reducer().before_step)
+                self._resume_point.keep(self._group.program_points, self._the_reducer().before_step)
                 self._resume_point.begin_code(follows_commit=False)
             self.groups.defer(True)  # Half of what the script does here would be done again.
             return WholeStep(self, loader, moved)
@@ -530,7 +530,7 @@ class StepEngine:
                 return
             # The step goes on: what the script counts in it comes after what was received.
             self.state.put_late()
-            if self._group.code_places[self.context.world_rank].cursor <= here:
+            if self._group.program_points[self.context.world_rank].cursor <= here:
                 raise ReenterRequested(
                     "the others are before the code that begins this step", self.context.generation
                 )
@@ -985,14 +985,14 @@ class StepEngine:
         """Report once per step, or once between epochs; see `train.report`."""
         if not self.runs_after_step():
             return  # The report of a step is made once, where its gradients are complete.
-        here, places = self._code_place(), self._group.code_places
+        here, points = self._program_point(), self._group.program_points
         # Members that had come further when this group was formed have made this report before.
-        voters = sum(1 for one in places if one <= here)
+        voters = sum(1 for one in points if one <= here)
         number = self._group.reports.next(here)
         at = here.cursor
         # In order as text, too.
         where = f"e{at.epoch:05d}-s{at.step:07d}-{here.part.value}{number}"
-        if 0 < voters < len(places):
+        if 0 < voters < len(points):
             if checkpoint is not None and checkpoint is not NO_PART:
                 log.warning(
                     "checkpoint_given_up at=%s: it would lack the parts of members that have made "
@@ -1006,12 +1006,12 @@ class StepEngine:
 
     def evaluation_seed(self, seed: int) -> int:
         """Return the seed of an evaluation pass that begins here, the same on all ranks."""
-        here = self._code_place()
+        here = self._program_point()
         return evaluation_seed(seed, here.cursor, self._group.evaluations.next(here))
 
-    def _code_place(self) -> CodePlace:
+    def _program_point(self) -> ProgramPoint:
         in_step = self._machine.phase is not StepPhase.OUTSIDE
-        return self._epochs.code_place(self.cursor, in_step=in_step)
+        return self._epochs.program_point(self.cursor, in_step=in_step)
 
     # ------------------------------------------------------------------- groups
 
@@ -1084,7 +1084,7 @@ class StepEngine:
                 self.run, self._checkpoints, self._epochs.in_pass, units, reach, put=self._put
             )
         self.run.is_held = True
-        self._group.code_places = synced.code_places
+        self._group.program_points = synced.program_points
         self.run.agreed_in = self.context.generation
         share_latest(default_group(), synced.cursors, self.run.logbook)
         return synced.num_bytes
@@ -1101,8 +1101,8 @@ class StepEngine:
         A member that reaches the code after the loop can then be followed by all others, which
         have the same state.
         """
-        behind = CodePlace(self.cursor, CodePart.END)
-        if max(self._group.code_places, default=behind) > behind:
+        behind = ProgramPoint(self.cursor, CodePart.END)
+        if max(self._group.program_points, default=behind) > behind:
             return True  # Others of this group have passed it in the one before.
         all_of_it = halves(self._divergence.of_all(self.context.world_size))
         logbook, lacks = self.run.logbook, self._checkpoints.lacks_newest()
@@ -1154,8 +1154,8 @@ class StepEngine:
         if self._loop is not None:
             self._loop.reducer.release_gradients()  # Buffers are those of the last commit again.
         agreed = self.context.generation if in_this_group else NO_GENERATION
-        places = self._group.code_places
-        return self._resume_point.take(places, agreed, has_raised=has_raised)
+        points = self._group.program_points
+        return self._resume_point.take(points, agreed, has_raised=has_raised)
 
     def _set_whole(self) -> None:
         """User code for the last step, or for the last pass, is through.
@@ -1176,7 +1176,7 @@ class StepEngine:
     def _keep(self) -> None:
         is_called_again = not (self.context.is_local or self.state.is_sharded)
         if is_called_again or self._epochs.has_head:
-            self._resume_point.keep(self._group.code_places, self._the_reducer().before_step)
+            self._resume_point.keep(self._group.program_points, self._the_reducer().before_step)
 
     @property
     def context(self) -> WorkerContext:
