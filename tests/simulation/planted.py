@@ -12,7 +12,7 @@ from elastic.core.machine import (
     agent_messages,
     announcing,
     coordinator,
-    early_leave,
+    early_finish,
     health,
     jobs,
     queueing,
@@ -138,7 +138,7 @@ def holds_on_to_a_group_that_it_has_finished_in(patch: Patch) -> None:
 @bug
 def takes_a_group_that_was_left_for_one_that_broke(patch: Patch) -> None:
     """A member that leaves early is not detected, and no failure is charged."""
-    patch.setattr(early_leave, "has_left", lambda job: False)
+    patch.setattr(early_finish, "has_finished", lambda job: False)
 
 
 @bug

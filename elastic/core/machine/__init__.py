@@ -6,7 +6,7 @@ What is where:
                   reports (of workers). What has changed is settled at the end of the step:
                   reconcile (one job), queueing and pausing (who gets slots), feeding (jobs that
                   compute data for others), releasing (nodes)
-    groups        announcing, leaving (of draining nodes), early_leave, node_links, timeouts
+    groups        announcing, draining, early_finish, node_links, timeouts
     failures      suspicion, node_liveness, health
     checkpoints   saves (requests for them), copies (on other nodes)
     state         jobs, job_parts, cluster_parts, nodes, copy_book, link_book,

@@ -187,7 +187,7 @@ class NodeBook:
 
     Attributes:
         cordons: nodes on which no new workers start, and why; they need not be connected.
-        leaving: nodes that drain.
+        draining: nodes that drain.
         faulty: nodes in quarantine for the faults of their workers, for a time.
         recovered_ns: when the journal was read.
         returned_ns: when the last node known only from the journal came back.
@@ -199,7 +199,7 @@ class NodeBook:
     sessions: dict[SessionId, NodeId] = field(default_factory=dict)
     unsettled: dict[NodeId, None] = field(default_factory=dict)
     cordons: dict[NodeId, str] = field(default_factory=dict)
-    leaving: dict[NodeId, None] = field(default_factory=dict)
+    draining: dict[NodeId, None] = field(default_factory=dict)
     faulty: dict[NodeId, None] = field(default_factory=dict)
     recovered_ns: int = 0
     returned_ns: int = 0
@@ -258,9 +258,9 @@ class NodeBook:
         """Record whether time may still change this node (it drains, or its stream broke)."""
         node_id = state.node.node_id
         if state.drain.is_on:
-            self.leaving[node_id] = None
+            self.draining[node_id] = None
         else:
-            self.leaving.pop(node_id, None)
+            self.draining.pop(node_id, None)
         if state.phase is NodePhase.DISCONNECTED or state.drain.is_on:
             self.unsettled[node_id] = None
         else:
@@ -294,5 +294,5 @@ class NodeBook:
         for state in gone[: max(0, len(gone) - limit)]:
             del self.nodes[state.node.node_id]
             self.unsettled.pop(state.node.node_id, None)
-            self.leaving.pop(state.node.node_id, None)
+            self.draining.pop(state.node.node_id, None)
             self.faulty.pop(state.node.node_id, None)

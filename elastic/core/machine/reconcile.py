@@ -15,10 +15,10 @@ from elastic.core.config import ns
 from elastic.core.machine import (
     announcing,
     copies,
-    early_leave,
+    draining,
+    early_finish,
     feeding,
     invariants,
-    leaving,
     node_links,
     queueing,
     saves,
@@ -163,7 +163,7 @@ def _send_group(cluster: ClusterState, worker: WorkerState, message: Announce | 
 
 def remind_of_leavers(cluster: ClusterState, job: JobState, workers: Iterable[WorkerId]) -> None:
     """Send these members of the newest group its leaving nodes, if there are any."""
-    news = leaving.news(cluster, job)
+    news = draining.news(cluster, job)
     for worker_id in workers if news is not None else ():
         worker = job.workers.get(worker_id)
         if worker is not None and news is not None:
@@ -183,20 +183,20 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
     if plan.dumps_stacks:
         timeouts.dump_group_stacks(cluster, job, decision.reason)
     if plan.cause == "broken" and plan.action in (GroupAction.FORM, GroupAction.REPLACE):
-        if early_leave.has_left(job):
-            verdict = early_leave.charge_early_finish(cluster, job)
+        if early_finish.has_finished(job):
+            verdict = early_finish.charge_early_finish(cluster, job)
             wake(job, verdict.wake_ns)
-            if verdict.value is early_leave.EarlyLeaveOutcome.WAIT:
+            if verdict.value is early_finish.EarlyFinishOutcome.WAIT:
                 _set_reason(job, verdict.reason)
                 return False
-            if verdict.value is early_leave.EarlyLeaveOutcome.FAIL:
+            if verdict.value is early_finish.EarlyFinishOutcome.FAIL:
                 end_job(cluster, job, JobPhase.FAILED, verdict.reason)
                 return False
             decision = replace(decision, reason=verdict.reason)
         elif _charge_broken_group(cluster, job):
             return False
     if plan.action is GroupAction.FORM:
-        if leaving.charge_preemptions(cluster, job, plan.members):
+        if draining.charge_preemptions(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _form(cluster, job, plan, decision.reason)
@@ -207,7 +207,7 @@ def _settle_group(cluster: ClusterState, job: JobState) -> bool:
         _set_reason(job, decision.reason)
         return False
     if plan.action in (GroupAction.SUSPEND, GroupAction.REPLACE):
-        if leaving.charge_preemptions(cluster, job, plan.members):
+        if draining.charge_preemptions(cluster, job, plan.members):
             end_job(cluster, job, JobPhase.FAILED, job.reason)
             return False
         _end_group(cluster, job, plan, decision.reason)
@@ -230,7 +230,7 @@ def _charge_broken_group(cluster: ClusterState, job: JobState) -> bool:
     Not while one of its nodes leaves, which broke it, nor while a member is still joining: the
     others have only waited for it, and its time is bounded.
     """
-    if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
+    if draining.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
         return False
     node_links.check_into_broken(cluster, job)
     decision = failure.judge_break(job.outcome.history, cluster.config)
@@ -420,12 +420,12 @@ def _kill_overdue_workers(cluster: ClusterState, job: JobState) -> None:
 
 def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
     """Request a checkpoint in time, if the group cannot continue without the leaving nodes."""
-    decision = leaving.save_is_due(cluster, job)
+    decision = draining.save_is_due(cluster, job)
     wake(job, decision.wake_ns)
     if not decision.value:
         return
     job.newest.leavers.saved_ns = cluster.now_ns
-    wake(job, leaving.save_is_due(cluster, job).wake_ns)
+    wake(job, draining.save_is_due(cluster, job).wake_ns)
     saves.request_checkpoint(cluster, job, reason=decision.reason)
 
 
@@ -441,7 +441,7 @@ def _start_workers(cluster: ClusterState, job: JobState) -> bool:
         return False
     alive = [w for w in job.workers.values() if w.stop_cause is None]
     have = len(alive)
-    if cluster.book.leaving or job.release.yields or job.node_links.out:
+    if cluster.book.draining or job.release.yields or job.node_links.out:
         have -= sum(1 for w in alive if job.is_to_leave(w, cluster.node_of(w)))
     if have >= job.limits.max_workers:
         return False
@@ -476,7 +476,7 @@ def _stop_leavers(cluster: ClusterState, job: JobState) -> None:
     The last holders of the state of a suspended run stay as long as their node does: a group that
     they can pass it on to may still form.
     """
-    if not cluster.book.leaving and not job.release.yields:
+    if not cluster.book.draining and not job.release.yields:
         return
     holders = job.state_holders()
     gives_back = job.must_release_workers() or bool(job.release.yields)

@@ -22,10 +22,10 @@ def nodes_of(cluster: ClusterState, job: JobState) -> list[NodeState]:
     It iterates over the draining nodes, which are few or none, because it is called very often.
     """
     book = cluster.book
-    if not book.leaving or not job.is_open:
+    if not book.draining or not job.is_open:
         return []
     members = {member.node_id for member in job.members}
-    return [book.nodes[name] for name in sorted(book.leaving) if name in members]
+    return [book.nodes[name] for name in sorted(book.draining) if name in members]
 
 
 def news(cluster: ClusterState, job: JobState) -> Preemption | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from elastic.core.config import NS_PER_S
-from elastic.core.machine import leaving, timeouts
+from elastic.core.machine import draining, timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import failure as failure_policy
 from elastic.core.policy.decision import Decision
@@ -27,7 +27,7 @@ RANKS_MAX = 8
 """Maximum number of ranks listed."""
 
 
-class EarlyLeaveOutcome(Enum):
+class EarlyFinishOutcome(Enum):
     """The decision on a broken group that members had left before."""
 
     WAIT = "wait"
@@ -37,15 +37,15 @@ class EarlyLeaveOutcome(Enum):
     FAIL = "fail"
 
 
-def has_left(job: JobState) -> bool:
+def has_finished(job: JobState) -> bool:
     """Return whether a member of the newest group has finished."""
     return job.is_open and any(w.has_finished(job.generation) for w in job.present_members())
 
 
-def charge_early_finish(cluster: ClusterState, job: JobState) -> Decision[EarlyLeaveOutcome]:
+def charge_early_finish(cluster: ClusterState, job: JobState) -> Decision[EarlyFinishOutcome]:
     """Decide whether finished members have broken a group, and charge the job for it."""
-    if leaving.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
-        return Decision(EarlyLeaveOutcome.AGAIN, "the group changes")
+    if draining.nodes_of(cluster, job) or timeouts.is_somebody_behind(job):
+        return Decision(EarlyFinishOutcome.AGAIN, "the group changes")
     members = [(job.rank_of(w.report.worker_id), w) for w in job.present_members()]
     left = [(rank, worker) for rank, worker in members if worker.has_finished(job.generation)]
     others = [rank for rank, worker in members if not worker.has_finished(job.generation)]
@@ -57,7 +57,7 @@ def charge_early_finish(cluster: ClusterState, job: JobState) -> Decision[EarlyL
     broken = [w.since_ns for _, w in members if w.report.phase is WorkerPhase.BROKEN]
     until_ns = min(broken, default=cluster.now_ns) + LOSS_NS
     if cluster.now_ns < until_ns:
-        return Decision(EarlyLeaveOutcome.WAIT, what, until_ns)
+        return Decision(EarlyFinishOutcome.WAIT, what, until_ns)
     where = ", ".join(f"rank {rank} {how}" for rank, how in hows.items())
     failure = Failure("LeftEarly", what, position=where)
     decision = failure_policy.judge_left(job.spec, job.outcome.history, failure, cluster.config)
@@ -66,9 +66,9 @@ def charge_early_finish(cluster: ClusterState, job: JobState) -> Decision[EarlyL
     job.outcome.failed_worker = f"{left[0][1].report.worker_id} (rank {first})"
     job.outcome.note_failure(job.generation, first, failure)
     if decision.value.job_fails:
-        return Decision(EarlyLeaveOutcome.FAIL, decision.reason)
+        return Decision(EarlyFinishOutcome.FAIL, decision.reason)
     cluster.note("left_early", job.job_id, generation=job.generation, reason=what)
-    return Decision(EarlyLeaveOutcome.AGAIN, decision.reason)
+    return Decision(EarlyFinishOutcome.AGAIN, decision.reason)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
