@@ -25,7 +25,7 @@ from elastic.core.world import Node, NodePhase, WorkerPhase
 from elastic.errors import ConfigError, Unavailable, UsageError
 from elastic.runtime.access import Access, find_access
 from elastic.train.cluster_options import check_unknown, offered, slots, worker_env
-from elastic.train.expecting import is_whole
+from elastic.train.config_checks import is_whole
 
 _cluster: ClusterConnection | None = None
 

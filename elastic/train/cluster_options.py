@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.errors import ConfigError, UsageError
-from elastic.train.expecting import is_number, is_whole
+from elastic.train.config_checks import is_number, is_whole
 
 IN_RUNTIME_ENV = {
     "pip": "install packages in the image or the environment that agents run in",

@@ -17,7 +17,7 @@ from elastic.core.world import Resources, Strategy
 from elastic.errors import ConfigError
 from elastic.storage.filesystems import url_in, without_query
 from elastic.train.cluster_options import worker_env
-from elastic.train.expecting import (
+from elastic.train.config_checks import (
     expect,
     expect_bool,
     expect_environment,

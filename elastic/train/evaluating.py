@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from elastic.errors import UsageError
-from elastic.train.dealing import Pass
 from elastic.train.devices import get_device
+from elastic.train.rank_split import Pass
 from elastic.train.session import require_place
 from elastic.worker.engine.group_sync import share_bytes
 from elastic.worker.group.c10d import default_group

@@ -19,10 +19,10 @@ from elastic.core.policy.seeds import derive
 from elastic.core.policy.streams import StreamCut
 from elastic.core.telemetry import EVAL
 from elastic.errors import UsageError
-from elastic.train.dealing import Order, Pass, RankBatches, RankSampler, loader_like
+from elastic.train.config_checks import is_whole
 from elastic.train.devices import get_device
 from elastic.train.evaluating import begin_pass, forget_pass
-from elastic.train.expecting import is_whole
+from elastic.train.rank_split import Order, Pass, RankBatches, RankSampler, loader_like
 from elastic.train.session import require_context, require_engine, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain, is_torchdatas
 from elastic.worker.data.moving import moved

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from elastic.client.submission import run_path_of
 from elastic.core.world import EntryKind
 from elastic.errors import UsageError
-from elastic.train.beginning import print_stderr
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
+from elastic.train.run_claim import print_stderr
 from elastic.train.session import size_of_trial
 
 if TYPE_CHECKING:

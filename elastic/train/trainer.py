@@ -29,14 +29,6 @@ from elastic.errors import ElasticError, NameTaken, Refused, Unavailable, UsageE
 from elastic.storage.files import Files
 from elastic.storage.options import as_environment
 from elastic.storage.run_record import RunOwner, RunPhase, read_run
-from elastic.train.beginning import (
-    announced,
-    begin_again,
-    begin_here,
-    end_noted,
-    path_to_begin_from,
-    print_stderr,
-)
 from elastic.train.callbacks import CallbackRunner
 from elastic.train.checkpoint import Checkpoint, metadata_text
 from elastic.train.config import (
@@ -48,15 +40,23 @@ from elastic.train.config import (
     TrainRunContext,
     UserCallback,
 )
-from elastic.train.expecting import refuse
+from elastic.train.config_checks import refuse
 from elastic.train.failures import failed_on_cluster, failures_of
-from elastic.train.here import as_raised, environment, failed_here, warn_unused
+from elastic.train.local_run import as_raised, environment, failed_here, warn_unused
 from elastic.train.metrics import as_reported
 from elastic.train.overruled import check_size, check_trial, warn_overruled
 from elastic.train.result import Result, committed_in, kept_of, result_of
+from elastic.train.run_claim import (
+    announced,
+    begin_again,
+    begin_here,
+    end_noted,
+    path_to_begin_from,
+    print_stderr,
+)
 from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
-from elastic.train.stored import pack_arguments, read_arguments
+from elastic.train.trainer_file import pack_arguments, read_arguments
 from elastic.train.validation import ValidationConfig
 from elastic.worker.engine import train_call
 from elastic.worker.process.entry import takes_config

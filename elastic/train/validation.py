@@ -14,7 +14,7 @@ from typing import Any
 from elastic.errors import UsageError
 from elastic.storage.validation import ValidationRequest
 from elastic.train.checkpoint import Checkpoint
-from elastic.train.expecting import expect_names, refuse, take_default, take_int, take_seconds
+from elastic.train.config_checks import expect_names, refuse, take_default, take_int, take_seconds
 from elastic.train.metrics import to_json
 from elastic.worker.checkpoint.validating import ValidationPlan
 

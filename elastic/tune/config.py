@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from elastic.core.study import Trial
 from elastic.errors import ConfigError
-from elastic.train.expecting import expect, refuse, take_int, take_seconds
+from elastic.train.config_checks import expect, refuse, take_int, take_seconds
 from elastic.tune.schedulers import TrialScheduler
 from elastic.tune.search import Searcher, check_searcher
 

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from elastic.errors import ConfigError
-from elastic.train.expecting import GRID, Undrawn
+from elastic.train.config_checks import GRID, Undrawn
 
 Path = tuple[Any, ...]
 """Keys and indices, from the outermost one inward."""

@@ -24,7 +24,7 @@ from elastic.errors import ConfigError, UsageError
 from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint
 from elastic.train.config import RunConfig, ScalingConfig
-from elastic.train.expecting import refuse
+from elastic.train.config_checks import refuse
 from elastic.train.metrics import as_reported
 from elastic.train.trainer import DataParallelTrainer, checked
 from elastic.tune.session import Objective

@@ -17,7 +17,7 @@ from elastic.agent.devices import Devices
 from elastic.agent.doctor import CheckLevel, judge_clock
 from elastic.runtime.worker_ports import ports_needed
 from elastic.testing.local_cluster import LocalCluster
-from elastic.worker.group.sockets import DROP_ALL, SO_ATTACH_FILTER
+from elastic.worker.group.gloo_sockets import DROP_ALL, SO_ATTACH_FILTER
 from tests.metadata_server import nobody
 from tests.patience import DEADLINE_S
 

@@ -86,7 +86,7 @@ IMPURE_CALLS = {
 READS_ENVIRONMENT = {"cli.py", "main.py", "__main__.py"}
 ENVIRONMENT_READERS: dict[str, str] = {
     "elastic/train/cluster.py": "elastic.init: the process is the user's script, and starts here",
-    "elastic/train/here.py": "a run in the user's process puts back what it has set",
+    "elastic/train/local_run.py": "a run in the user's process puts back what it has set",
     "elastic/train/overruled.py": "a worker's own variables say how large its job may be",
     "elastic/worker/process/import_zygote.py": "notices what asks for a place during imports",
     "elastic/worker/process/early_run.py": "notices when user code asks for its place early",

@@ -16,12 +16,12 @@ import pytest
 from elastic.runtime import secret_server
 from elastic.runtime.listening import NO_ROOM_S, AcceptErrors
 from elastic.runtime.secret_server import SecretServer
-from elastic.worker.group.sockets import WatchedDescriptor, end_reading
+from elastic.worker.group.gloo_sockets import WatchedDescriptor, end_reading
 from tests.patience import DEADLINE_S
 
 FULL = """
 import os, resource, socket
-from elastic.worker.group.sockets import WatchedDescriptor, any_hung_up, end_reading
+from elastic.worker.group.gloo_sockets import WatchedDescriptor, any_hung_up, end_reading
 
 server = socket.create_server(("127.0.0.1", 0))
 ours = socket.create_connection(server.getsockname())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.worker.group.sockets import GlooEpoll, WatchedDescriptor
+from elastic.worker.group.gloo_sockets import GlooEpoll, WatchedDescriptor
 
 
 def watched(sock: socket.socket) -> WatchedDescriptor:

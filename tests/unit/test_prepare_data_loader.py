@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elastic import train
 from elastic.errors import UsageError
-from elastic.train.dealing import KEPT_ARGUMENTS
+from elastic.train.rank_split import KEPT_ARGUMENTS
 from elastic.train.torch import (
     PreparedLoader,
     get_device,

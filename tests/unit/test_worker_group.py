@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import ConfigError, GroupError
 from elastic.worker.group import c10d
-from elastic.worker.group.group import GroupSpec, ProcessGroups
-from elastic.worker.group.sockets import (
+from elastic.worker.group.gloo_sockets import (
     WatchedDescriptor,
     any_hung_up,
     end_reading,
@@ -32,6 +31,7 @@ from elastic.worker.group.sockets import (
     received_bytes,
     socket_inodes,
 )
+from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.store_server import StoreServer
 from elastic.worker.process.early_run import joining_on_demand
 

@@ -15,9 +15,9 @@ from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
 from elastic.errors import ConfigError, GroupError
 from elastic.runtime.worker_ports import VARIABLE, PortRange, ports_needed
+from elastic.worker.group.gloo_sockets import socket_inodes
 from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.peer_sockets import PeerAddress, PeerSockets
-from elastic.worker.group.sockets import socket_inodes
 from elastic.worker.group.store_server import StoreServer
 from elastic.worker.process.program import _open_store
 

@@ -31,9 +31,7 @@ from elastic.worker.group import c10d, connections
 from elastic.worker.group.abortable_wait import AbortableWait
 from elastic.worker.group.background_saves import BackgroundSaves
 from elastic.worker.group.gloo_port import binding_within
-from elastic.worker.group.group_resources import FORGOTTEN_S, BackgroundReaper, GroupResources
-from elastic.worker.group.group_store import GroupStore, StoreAddress
-from elastic.worker.group.sockets import (
+from elastic.worker.group.gloo_sockets import (
     WatchedDescriptor,
     ends_print,
     find_event_loop,
@@ -41,6 +39,8 @@ from elastic.worker.group.sockets import (
     shut_listener,
     socket_inodes,
 )
+from elastic.worker.group.group_resources import FORGOTTEN_S, BackgroundReaper, GroupResources
+from elastic.worker.group.group_store import GroupStore, StoreAddress
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import torch
 
 from elastic.errors import GroupError
 from elastic.worker.group import c10d, connections
-from elastic.worker.group.sockets import (
+from elastic.worker.group.gloo_sockets import (
     GlooEpoll,
     WatchedDescriptor,
     any_hung_up,

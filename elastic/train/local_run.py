@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elastic.errors import WorkerGroupError
-from elastic.train.beginning import print_stderr
 from elastic.train.config import FailureConfig
 from elastic.train.result import committed_in, result_of
+from elastic.train.run_claim import print_stderr
 
 if TYPE_CHECKING:
     from elastic.worker.process.local import LocalRun
