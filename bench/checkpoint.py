@@ -45,9 +45,9 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from elastic.core.config import Entry, JobSpec
+from elastic.core.facts import EntryKind, JobId
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan
-from elastic.core.world import EntryKind, JobId
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint

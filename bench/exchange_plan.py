@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from elastic.core.facts import NodeId, WorkerId
 from elastic.core.policy.exchange_plan import (
     MESSAGE_BYTES,
     ExchangePlan,
@@ -27,7 +28,6 @@ from elastic.core.policy.exchange_plan import (
     tree_plan,
 )
 from elastic.core.policy.ranks import assign_ranks
-from elastic.core.world import NodeId, WorkerId
 
 ELEMENT_BYTES = 4
 

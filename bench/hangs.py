@@ -25,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from elastic.core.facts import JobPhase, NodePhase
 from elastic.core.view import JobView, NodeView
-from elastic.core.world import JobPhase, NodePhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos_jobs import chaos_job
 

@@ -23,10 +23,7 @@ import anyio
 from frames import GrpcStream
 
 from elastic.core.config import AgentConfig, ns
-from elastic.core.messages import Hello, Progress, WorkerUpdate
-from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns, telemetry_offset_ns
-from elastic.core.telemetry import Goodput, Telemetry
-from elastic.core.world import (
+from elastic.core.facts import (
     ExitCause,
     ExitKind,
     JobId,
@@ -36,6 +33,9 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.core.messages import Hello, Progress, WorkerUpdate
+from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns, telemetry_offset_ns
+from elastic.core.telemetry import Goodput, Telemetry
 from elastic.errors import ElasticError
 from elastic.runtime.rpc import call_metadata, parse_endpoint
 from elastic.runtime.stream import ClientStream, open_stream

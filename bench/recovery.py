@@ -35,8 +35,8 @@ from rich.table import Table
 
 from bench.marks import Marks, Row
 from bench.peers import ray_train, torchft_replicas, torchrun
+from elastic.core.facts import ENDED, Entry, JobPhase
 from elastic.core.view import JobView, WorkerView
-from elastic.core.world import ENDED, Entry, JobPhase
 from elastic.errors import Unavailable
 from elastic.testing.local_cluster import TIMEOUT_S, LocalCluster
 from tests.harness.chaos_jobs import ChaosJob, chaos_job

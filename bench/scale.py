@@ -59,7 +59,7 @@ from rich.table import Table
 
 from elastic.client.jobs import Client
 from elastic.core.config import CoordinatorConfig, JobSpec
-from elastic.core.world import Entry, EntryKind, JobId
+from elastic.core.facts import Entry, EntryKind, JobId
 from elastic.runtime.rpc import SILENCE_S
 
 PLAYERS = Path(__file__).with_name("played_agents.py")

@@ -24,8 +24,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import Entry, EntryKind, JobId, JobPhase
 from elastic.core.view import JobView
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase
 from elastic.testing.local_cluster import LocalCluster
 from elastic.wire.codec_jobs import TimedNote
 

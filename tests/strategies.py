@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note
+from elastic.core.facts import Entry, EntryKind, Resources
 from elastic.core.messages import AgentMessage, CoordinatorMessage, PipeToAgent, PipeToWorker
 from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobView, NodeView
-from elastic.core.world import Entry, EntryKind, Resources
 
 MOMENT = 2**61
 """The difference of two moments must fit into 63 bits: ages travel, moments do not."""

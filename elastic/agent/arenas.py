@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from elastic.core.facts import SNAPSHOT_SLOTS, ExitCause, ExitKind, JobId
 from elastic.core.policy.replication import KEPT_S
-from elastic.core.world import SNAPSHOT_SLOTS, ExitCause, ExitKind, JobId
 
 log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ from elastic.agent.notices.watching import watch_all
 from elastic.agent.processes import ZYGOTE_COMMAND, SpareCommand
 from elastic.core.config import AgentConfig, check_name
 from elastic.core.events.agent import ExitAgent, HealthChanged
-from elastic.core.world import Node, NodeId
+from elastic.core.facts import Node, NodeId
 from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError, is_for_now
 from elastic.runtime.access import find_access
 from elastic.runtime.access_options import tls_options, token_option

@@ -28,9 +28,9 @@ from elastic.agent.arenas import Arenas
 from elastic.agent.copy_server import end
 from elastic.core.copy_messages import Replicate
 from elastic.core.events.agent import PushFailed
+from elastic.core.facts import JobId
 from elastic.core.policy.replication import CopyMode
 from elastic.core.policy.saving import SavingPlan, is_due
-from elastic.core.world import JobId
 from elastic.errors import ElasticError
 from elastic.runtime.copy_wire import PUSH, CopyRequest, calling, yield_to_training
 from elastic.runtime.snapshot_memory import (

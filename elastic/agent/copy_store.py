@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from elastic.core.copy_messages import DropCopy
-from elastic.core.world import HeldCopy, JobId, NodeId
+from elastic.core.facts import HeldCopy, JobId, NodeId
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import SnapshotMark, check_room, slot_after
 

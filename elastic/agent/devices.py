@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.core.config import KNOWN_ACCELERATORS
-from elastic.core.world import Resources
+from elastic.core.facts import Resources
 from elastic.errors import ConfigError
 from elastic.runtime import cgroup
 

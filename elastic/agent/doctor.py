@@ -35,8 +35,8 @@ from elastic.agent.address import address_towards_any
 from elastic.agent.devices import Devices, find_devices, parse_workers
 from elastic.agent.health import MIB
 from elastic.agent.notices.choosing import find_names
+from elastic.core.facts import host_of
 from elastic.core.messages import PROTOCOL
-from elastic.core.world import host_of
 from elastic.errors import ConfigError, CoordinatorUnreachable, ElasticError
 from elastic.runtime.access import TLS_FLAGS, Access, find_access
 from elastic.runtime.rpc import is_loopback, parse_endpoints

@@ -48,9 +48,9 @@ from elastic.core.events.agent import (
     Spawn,
 )
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import Node
 from elastic.core.machine.agent import AgentMachine
 from elastic.core.messages import Assign
-from elastic.core.world import Node
 from elastic.errors import InvariantViolation, check
 from elastic.runtime.access import Access
 from elastic.runtime.clock import Clock

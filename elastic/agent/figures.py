@@ -21,9 +21,9 @@ from elastic.core.events.agent import (
     ProcessMessageReceived,
     SendProcess,
 )
+from elastic.core.facts import ExitKind, WorkerPhase
 from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
 from elastic.core.telemetry import Telemetry
-from elastic.core.world import ExitKind, WorkerPhase
 from elastic.runtime.exposition import CONTENT_TYPE, Family, exposition
 from elastic.runtime.listening import bind
 from elastic.runtime.rpc import format_endpoint

@@ -12,8 +12,8 @@ import select
 import signal
 import socket
 
+from elastic.core.facts import ExitCause, ExitKind
 from elastic.core.policy.failure import OUT_OF_MEMORY
-from elastic.core.world import ExitCause, ExitKind
 from elastic.errors import InvariantViolation
 
 log = logging.getLogger(__name__)

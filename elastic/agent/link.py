@@ -23,8 +23,8 @@ from elastic.core.events.agent import (
     ConnectionLost,
     CoordinatorMessageReceived,
 )
+from elastic.core.facts import SessionId
 from elastic.core.messages import AgentMessage, Coordinators, FollowLogs, LogLines, Refusal, Welcome
-from elastic.core.world import SessionId
 from elastic.errors import (
     ConfigError,
     CoordinatorUnreachable,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import anyio
 
 from elastic.core.events.agent import LinksProbed
+from elastic.core.facts import NodeId
 from elastic.core.messages import Link, LinksTried, TryLinks
-from elastic.core.world import NodeId
 
 LIMIT_S = 3.0
 """Long enough for two further SYNs on a network that loses some."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from elastic.agent.arenas import Arenas
-from elastic.core.world import JobId, NodeId
+from elastic.core.facts import JobId, NodeId
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import HEADER, SnapshotMark, whole
 

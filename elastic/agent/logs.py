@@ -21,8 +21,8 @@ from pathlib import Path
 
 from elastic.agent.log_marks import MarksFile, Stamp, marks_path
 from elastic.agent.old_logs import hold, prune_logs
+from elastic.core.facts import WorkerId
 from elastic.core.messages import Assign
-from elastic.core.world import WorkerId
 from elastic.runtime.eventlog import shift_files
 
 log = logging.getLogger(__name__)

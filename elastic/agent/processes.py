@@ -42,8 +42,8 @@ from elastic.core.events.agent import (
     ProcessStopped,
     SpawnFailed,
 )
+from elastic.core.facts import Assignment, Entry, WorkerReport
 from elastic.core.messages import PROTOCOL, Announce, Assign, PipeToWorker, WorkerUpdate
-from elastic.core.world import Assignment, Entry, WorkerReport
 from elastic.errors import ElasticError, PeerError, check
 from elastic.wire.async_pipe import AsyncPipe
 

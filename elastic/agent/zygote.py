@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.agent.kernel import process_state
-from elastic.core.world import Entry, EntryKind
+from elastic.core.facts import Entry, EntryKind
 
 log = logging.getLogger(__name__)
 

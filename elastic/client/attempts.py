@@ -20,8 +20,8 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from elastic.core.facts import ENDED, JobPhase
 from elastic.core.records import JobRecord
-from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ConfigError, NameTaken, StorageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files

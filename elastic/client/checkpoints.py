@@ -31,8 +31,8 @@ from elastic.client.text_format import (
     parsed_metrics,
     waiting_line,
 )
+from elastic.core.facts import CheckpointRecord, CheckpointStatus
 from elastic.core.view import JobView
-from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import Refused, StorageError, Unavailable
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files

@@ -33,7 +33,7 @@ from elastic.client.terminal import (
 from elastic.client.text_format import duration, where_it_goes_on, workers
 from elastic.client.values import parse_duration, parse_num_workers
 from elastic.core.config import DRAIN_TIMEOUT_S_MAX, JobSpec, ns
-from elastic.core.world import JobPhase, NodePhase, host_of
+from elastic.core.facts import JobPhase, NodePhase, host_of
 from elastic.errors import Refused
 from elastic.runtime.clock import SystemClock
 from elastic.runtime.rpc import is_loopback, parse_endpoints

@@ -18,8 +18,8 @@ from elastic.client.printer import JobPrinter
 from elastic.client.streams import ResumingStream
 from elastic.client.text_format import parsed_metrics, waiting_line
 from elastic.core.events.shared import Note
+from elastic.core.facts import JobPhase
 from elastic.core.view import JobView
-from elastic.core.world import JobPhase
 from elastic.errors import ElasticError
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.wire.codec_jobs import JobEvent, LogChunk, TimedNote

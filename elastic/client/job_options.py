@@ -15,7 +15,7 @@ import click
 
 from elastic.client.values import parse_amounts, parse_pairs
 from elastic.core.config import PRIORITY_MAX, TRACKERS_VARIABLE, JobSpec
-from elastic.core.world import Resources, Strategy, sorted_pairs
+from elastic.core.facts import Resources, Strategy, sorted_pairs
 from elastic.storage.trackers import parse_trackers
 
 Command = Callable[..., Any]

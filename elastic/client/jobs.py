@@ -18,9 +18,9 @@ from elastic.client.endpoints import Endpoints
 from elastic.client.sources import EventSource, JobSource, LogSource
 from elastic.client.streams import OnOutage, ResumingStream, StreamSource
 from elastic.core.config import JobSpec
+from elastic.core.facts import JobId, WorkerId
 from elastic.core.records import JobRecord
 from elastic.core.view import JobView
-from elastic.core.world import JobId, WorkerId
 from elastic.errors import NameTaken, NotFound
 from elastic.runtime.access import Access, as_access
 from elastic.runtime.clock import Clock, SystemClock

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic.client.embedded import START_TIMEOUT_S, last_words, start_daemon
-from elastic.core.world import NodePhase
+from elastic.core.facts import NodePhase
 from elastic.errors import Unavailable, UsageError
 from elastic.runtime.access import find_access
 from elastic.runtime.route import address_towards

@@ -12,8 +12,8 @@ from elastic.client.jobs import Client
 from elastic.client.polling import wait_until
 from elastic.client.terminal import ClusterTarget
 from elastic.client.text_format import trains_outside, workers
+from elastic.core.facts import JobPhase, NodeId, NodePhase
 from elastic.core.view import JobView, NodeView
-from elastic.core.world import JobPhase, NodeId, NodePhase
 from elastic.errors import Refused, UsageError
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
+from elastic.core.facts import NodeId, WorkerId
 from elastic.core.view import JobView
-from elastic.core.world import NodeId, WorkerId
 from elastic.errors import ConfigError, StorageError
 from elastic.wire.codec_jobs import LogChunk
 

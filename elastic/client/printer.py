@@ -31,8 +31,8 @@ from elastic.client.text_format import (
     workers,
     world_size,
 )
+from elastic.core.facts import JobPhase
 from elastic.core.view import JobView
-from elastic.core.world import JobPhase
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.wire.codec_jobs import LogChunk, TimedNote
 

@@ -50,7 +50,7 @@ from elastic.client.torchrun import (
     size_on,
 )
 from elastic.core.config import JobSpec
-from elastic.core.world import JobPhase, Node, NodePhase
+from elastic.core.facts import JobPhase, Node, NodePhase
 from elastic.errors import ElasticError, Unavailable, UsageError
 from elastic.storage.run_record import RunOwner
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.client.streams import ReopenStream
+from elastic.core.facts import ENDED, WorkerId
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, WorkerId
 from elastic.wire.codec_jobs import (
     JobEvent,
     LogChunk,

@@ -16,7 +16,7 @@ from elastic.client.jobs import Client
 from elastic.client.plain import plain
 from elastic.client.terminal import ClusterTarget, output_option, print_json
 from elastic.client.values import parse_ranks
-from elastic.core.world import WorkerId
+from elastic.core.facts import WorkerId
 
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')

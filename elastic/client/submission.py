@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic.client.job_options import JobOptions
 from elastic.core.config import JobSpec, check_name
-from elastic.core.world import Entry, EntryKind, JobId
+from elastic.core.facts import Entry, EntryKind, JobId
 from elastic.errors import ConfigError, UsageError
 
 NAME_CHARS_MAX = 60

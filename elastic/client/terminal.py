@@ -22,8 +22,8 @@ from rich.console import Console
 from elastic.client.jobs import Client
 from elastic.client.plain import PlainConsole, plain
 from elastic.client.show import failure_text
+from elastic.core.facts import JobPhase
 from elastic.core.view import JobView
-from elastic.core.world import JobPhase
 from elastic.errors import (
     ElasticError,
     NameTaken,

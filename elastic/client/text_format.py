@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import JobPhase, WorkerPhase
 from elastic.core.view import JobView
-from elastic.core.world import JobPhase, WorkerPhase
 
 WAITING = "waiting: "
 METRICS_CHARS_MAX = 120

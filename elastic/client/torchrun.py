@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from elastic.client.job_options import JobOptions
 from elastic.client.submission import entry_of, plain_name, run_path_of
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec, check_name
+from elastic.core.facts import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.core.policy.placement import explain_misfit
-from elastic.core.world import Entry, EntryKind, JobId, Node, sorted_pairs
 from elastic.errors import ConfigError, UsageError
 
 PROGRAM = "elastic.worker.process.program"

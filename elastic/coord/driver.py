@@ -44,10 +44,10 @@ from elastic.core.events.coordinator import (
     WokeFromSuspend,
 )
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import JobId
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.core.messages import AgentMessage, Coordinators, Hello, Welcome
 from elastic.core.view import ClusterView, JobSample
-from elastic.core.world import JobId
 from elastic.errors import Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import EventLog, note_text

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import Group, JobId
 from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobSample
-from elastic.core.world import Group, JobId
 from elastic.runtime.exposition import Histogram
 from elastic.wire.codec_jobs import TimedNote
 

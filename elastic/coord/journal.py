@@ -26,8 +26,8 @@ from dataclasses import replace
 from elastic.coord.chunks import ENTRY, POINTER, StoredJob, join, label_of, pointed, puts_of
 from elastic.coord.leadership import Leadership
 from elastic.core.config import JobSpec
+from elastic.core.facts import ENDED, JobId
 from elastic.core.records import JobRecord, NodesRecord
-from elastic.core.world import ENDED, JobId
 from elastic.errors import CorruptRecord, Fenced, NotAuthorized, StoreUnavailable
 from elastic.store.interface import CommitResult, Compare, Delete, Entry, Put, Store, Write
 from elastic.wire.codec_records import decode_nodes, decode_record, encode_record

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import anyio
 
 from elastic.coord.sessions import Sessions
+from elastic.core.facts import NodeId, SessionId, WorkerId
 from elastic.core.messages import FollowLogs, LogLines
-from elastic.core.world import NodeId, SessionId, WorkerId
 
 MERGED_CHARS_MAX = 8 * 1024 * 1024
 ALL_CHARS_MAX = 128 * 1024 * 1024

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.core.facts import Generation, NodeId, WorkerId, WorkerPhase
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
 from elastic.errors import NotFound
 
 PREFIX_CHARS_MIN = 3

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import retry_until_available
 from elastic.core.config import JobSpec
+from elastic.core.facts import ENDED, JobId
 from elastic.core.view import ClusterView
-from elastic.core.world import ENDED, JobId
 from elastic.errors import Refused, Unavailable
 from elastic.runtime.clock import Clock
 

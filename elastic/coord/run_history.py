@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from elastic.coord.sessions import Sessions
 from elastic.coord.watchers import Watchers
 from elastic.core.events.coordinator import SendAgent
+from elastic.core.facts import JobId, Member, NodeId, WorkerId
 from elastic.core.messages import Announce, RunEvents
-from elastic.core.world import JobId, Member, NodeId, WorkerId
 from elastic.runtime.eventlog import event_record
 
 PROCESS = "coordinator"

@@ -29,9 +29,9 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
+from elastic.core.facts import JobId, NodeId, WorkerId
 from elastic.core.messages import DumpStacks, Profile
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import JobId, NodeId, WorkerId
 from elastic.errors import NotFound, Refused, UsageError
 from elastic.wire.codec_jobs import (
     LogChunk,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import anyio
 
+from elastic.core.facts import NodeId, SessionId
 from elastic.core.messages import CoordinatorMessage
-from elastic.core.world import NodeId, SessionId
 
 OUT_MESSAGES_MAX = 2048
 """Messages queued for one agent. The reply to a Hello after a restart is a few messages for each

@@ -20,8 +20,8 @@ from elastic.core.events.coordinator import (
     Persist,
 )
 from elastic.core.events.shared import Note
+from elastic.core.facts import JobId
 from elastic.core.messages import Reported, WorkerUpdate
-from elastic.core.world import JobId
 from elastic.runtime.clock import Clock
 from elastic.wire.codec_jobs import TimedNote
 

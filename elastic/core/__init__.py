@@ -2,7 +2,7 @@
 
 What is where:
 
-    facts         world (node, worker, group, job), config, telemetry, study (of elastic.tune),
+    facts         facts (node, worker, group, job), config, telemetry, study (of elastic.tune),
                   view (what users are shown)
     decisions     policy/ (pure functions), machine/ (states), events/ (what goes in and out)
     records       records (what the store holds of jobs and nodes)

@@ -10,7 +10,7 @@ import re
 import signal
 from dataclasses import dataclass, field
 
-from elastic.core.world import NO_JOB, Entry, JobId, Resources, Strategy
+from elastic.core.facts import NO_JOB, Entry, JobId, Resources, Strategy
 from elastic.errors import ConfigError
 
 NS_PER_S = 1_000_000_000

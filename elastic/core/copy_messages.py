@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.core.world import ALL_ALIKE, NO_GENERATION, Generation, HeldCopy, JobId, NodeId
+from elastic.core.facts import ALL_ALIKE, NO_GENERATION, Generation, HeldCopy, JobId, NodeId
 
 # ---------------------------------------------------------------- agent -> coordinator
 

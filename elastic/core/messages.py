@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
-from elastic.core.telemetry import Goodput, Telemetry
-from elastic.core.world import (
+from elastic.core.facts import (
     NO_GENERATION,
     Assignment,
     CheckpointStatus,
@@ -28,6 +27,7 @@ from elastic.core.world import (
     WorkerId,
     WorkerReport,
 )
+from elastic.core.telemetry import Goodput, Telemetry
 
 PROTOCOL = "1.0"
 """Version that both sides of every connection must have; any other is refused."""

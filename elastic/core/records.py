@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
-from elastic.core.telemetry import Goodput
-from elastic.core.world import (
+from elastic.core.facts import (
     CheckpointRecord,
     Failure,
     Generation,
@@ -15,6 +14,7 @@ from elastic.core.world import (
     NodeId,
     WorkerId,
 )
+from elastic.core.telemetry import Goodput
 
 
 @dataclass(frozen=True)

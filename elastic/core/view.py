@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from elastic.core.records import Cordon, JobRecord
-from elastic.core.telemetry import Telemetry
-from elastic.core.world import (
+from elastic.core.facts import (
     ENDED,
     Generation,
     Group,
@@ -18,6 +16,8 @@ from elastic.core.world import (
     NodePhase,
     WorkerReport,
 )
+from elastic.core.records import Cordon, JobRecord
+from elastic.core.telemetry import Telemetry
 
 NOTHING_REPORTED = Telemetry()
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 
+from elastic.core.facts import CheckpointRecord
 from elastic.core.records import JobRecord
-from elastic.core.world import CheckpointRecord
 from elastic.errors import DamagedCheckpoint
 from elastic.storage.files import Files
 from elastic.storage.marker import DAMAGED, MARKER, CheckpointMarker

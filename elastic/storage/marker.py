@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from elastic.core.world import CheckpointRecord, CheckpointStatus, ReportKind
+from elastic.core.facts import CheckpointRecord, CheckpointStatus, ReportKind
 from elastic.errors import StorageError
 from elastic.storage.names import check_inside
 from elastic.storage.summed import from_summed_json, to_summed_json

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.core.world import CheckpointRecord
+from elastic.core.facts import CheckpointRecord
 from elastic.errors import StorageError
 from elastic.storage.faults import reason_of
 from elastic.storage.files import Files

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.core.world import CheckpointStatus
+from elastic.core.facts import CheckpointStatus
 from elastic.storage.files import Files
 from elastic.storage.marker import VALIDATED, CheckpointMarker
 from elastic.storage.summed import from_summed_json, to_summed_json

@@ -28,8 +28,8 @@ from types import TracebackType
 from elastic.client.jobs import Client
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note
+from elastic.core.facts import NodePhase
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import NodePhase
 from elastic.errors import ElasticError, Refused, Unavailable
 from elastic.runtime.access import find_access
 from elastic.runtime.eventlog import for_owner

@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic.core.world import CheckpointStatus
+from elastic.core.facts import CheckpointStatus
 from elastic.errors import StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.filesystems import as_fsspec, opened, without_query

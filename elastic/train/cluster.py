@@ -19,9 +19,9 @@ from typing import Any
 from elastic.client.embedded import ClusterConnection, start_cluster, stop_cluster
 from elastic.client.local_daemons import find_started
 from elastic.core.config import JobSpec
+from elastic.core.facts import Node, NodePhase, WorkerPhase
 from elastic.core.policy.placement import explain_misfit
 from elastic.core.view import ClusterView
-from elastic.core.world import Node, NodePhase, WorkerPhase
 from elastic.errors import ConfigError, Unavailable, UsageError
 from elastic.runtime.access import Access, find_access
 from elastic.train.cluster_options import check_unknown, offered, slots, worker_env

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.core.config import PRIORITY_MAX, check_name
-from elastic.core.world import Resources, Strategy
+from elastic.core.facts import Resources, Strategy
 from elastic.errors import ConfigError
 from elastic.storage.filesystems import url_in, without_query
 from elastic.train.cluster_options import worker_env

@@ -5,9 +5,9 @@ from __future__ import annotations
 import builtins
 import re
 
+from elastic.core.facts import Failure
 from elastic.core.policy.preemption import judge_budget
 from elastic.core.records import JobRecord
-from elastic.core.world import Failure
 from elastic.errors import ControllerError, PreemptionError, TrainingFailed, WorkerGroupError
 
 TrainingFailedError = TrainingFailed

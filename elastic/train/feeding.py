@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.core.config import PRIORITY_MAX, JobSpec
-from elastic.core.world import EntryKind, JobId, Resources, Strategy
+from elastic.core.facts import EntryKind, JobId, Resources, Strategy
 from elastic.errors import StorageError, StorageNotShared
 from elastic.storage.files import Files
 from elastic.train.config import DataConfig

@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from elastic.client.submission import run_path_of
-from elastic.core.world import EntryKind
+from elastic.core.facts import EntryKind
 from elastic.errors import UsageError
 from elastic.train.config import RunConfig, ScalingConfig, TorchConfig
 from elastic.train.run_claim import print_stderr

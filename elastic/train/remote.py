@@ -105,7 +105,7 @@ class RemoteFunction:
         cluster = require_cluster(1, 1)
         entry = spec.entry
         if cluster.env:
-            from elastic.core.world import sorted_pairs
+            from elastic.core.facts import sorted_pairs
 
             env = sorted_pairs({**cluster.env, **dict(entry.env)})
             spec = _replace(spec, entry=_replace(entry, env=env))
@@ -118,7 +118,7 @@ class RemoteFunction:
     def _spec(self, args: Sequence[Any], named: Mapping[str, Any], job_id: Any, key: bytes) -> Any:
         from elastic.client.submission import plain_name
         from elastic.core.config import JobSpec
-        from elastic.core.world import Entry, EntryKind, Resources, sorted_pairs
+        from elastic.core.facts import Entry, EntryKind, Resources, sorted_pairs
         from elastic.train.cluster_options import worker_env
         from elastic.train.trainer import python_path
         from elastic.worker.process.entry import pack
@@ -300,8 +300,8 @@ def get(refs: ObjectRef | Sequence[ObjectRef], *, timeout: float | None = None) 
 
 
 def _value(client: Any, ref: ObjectRef, timeout: float | None, over: threading.Event) -> Any:
+    from elastic.core.facts import ENDED, JobPhase
     from elastic.core.view import JobView
-    from elastic.core.world import ENDED, JobPhase
     from elastic.errors import ElasticError
     from elastic.train.failures import failed_on_cluster, failures_of
 

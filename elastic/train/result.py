@@ -10,10 +10,10 @@ from typing import Any
 
 import fsspec
 
+from elastic.core.facts import CheckpointRecord, CheckpointStatus
 from elastic.core.policy import retention
 from elastic.core.records import JobRecord
 from elastic.core.telemetry import Goodput
-from elastic.core.world import CheckpointRecord, CheckpointStatus
 from elastic.errors import ElasticError, TrainingFailed, UsageError
 from elastic.storage.files import Files
 from elastic.storage.filesystems import url_in, without_query

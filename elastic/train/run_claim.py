@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic.client.attempts import JobOf, RunAttempt, RunPlan, attempt, note_end
-from elastic.core.world import JobPhase
+from elastic.core.facts import JobPhase
 from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.storage.integrity import newest_valid, read_marker, verify

@@ -24,7 +24,7 @@ from elastic.client.attempts import TRAINER_FILE, RunPlan, attempt, note_end
 from elastic.client.output import LineCutter
 from elastic.client.submission import DEFAULT_STORAGE, directory_of, plain_name, run_path_of
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
+from elastic.core.facts import Entry, EntryKind, JobId, JobPhase, Strategy, sorted_pairs
 from elastic.errors import ElasticError, NameTaken, Refused, Unavailable, UsageError
 from elastic.storage.files import Files
 from elastic.storage.options import as_environment

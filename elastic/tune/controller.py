@@ -21,6 +21,7 @@ from elastic.client.jobs import Client, new_job_id
 from elastic.client.printer import BY_ORDER
 from elastic.client.study_show import StudyView, config_line, headline
 from elastic.client.text_format import world_size
+from elastic.core.facts import ENDED, JobPhase
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning.decision import TrialAction, TrialDecision
 from elastic.core.study import (
@@ -34,7 +35,6 @@ from elastic.core.study import (
     number_of,
 )
 from elastic.core.view import JobView, NodeView
-from elastic.core.world import ENDED, JobPhase
 from elastic.errors import ElasticError, NotFound, Refused, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.metrics import MetricsReader, Numbering

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.facts import Failure
 from elastic.core.study import ITERATION, TOTAL_S, Trial, TrialState, number_of
-from elastic.core.world import Failure
 from elastic.errors import ControllerError, ElasticError, UsageError, WorkerGroupError
 from elastic.storage.files import Files
 from elastic.storage.study_log import StudyLog

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
+from elastic.core.facts import NodePhase
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.study import ITERATION, TOTAL_S, LoggedConfig, Trial
 from elastic.core.view import NodeView
-from elastic.core.world import NodePhase
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.files import Files
 from elastic.train.checkpoint import Checkpoint

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note
+from elastic.core.facts import Generation, NodeId, WorkerId
 from elastic.core.records import Cordon
 from elastic.core.view import ClusterView, JobView, NodeView
-from elastic.core.world import Generation, NodeId, WorkerId
 from elastic.errors import PeerError
 from elastic.wire.codec import MessageCodec
 from elastic.wire.envelope import Envelope

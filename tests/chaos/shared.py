@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elastic.core.facts import ENDED, JobPhase, WorkerPhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase, WorkerPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_script
 

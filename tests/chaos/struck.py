@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.core.facts import ENDED, JobPhase, WorkerPhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase, WorkerPhase
 from elastic.errors import Unavailable
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos_jobs import ChaosJob

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.core.facts import ENDED, WorkerPhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, WorkerPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.three_nodes import NEVER, NODES, cluster, members, running
 from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_arguments

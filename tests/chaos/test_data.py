@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic.core.facts import ENDED
 from elastic.core.view import JobView
-from elastic.core.world import ENDED
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.conftest import NODES
 from tests.chaos.scripts import ROOT

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.config import JobSpec
-from elastic.core.world import ENDED, Entry, EntryKind, JobId, JobPhase
+from elastic.core.facts import ENDED, Entry, EntryKind, JobId, JobPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.scripts import Script
 from tests.patience import wait_for

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.core.facts import ENDED
 from elastic.core.view import JobView
-from elastic.core.world import ENDED
 from elastic.storage.verify import verify
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos_jobs import chaos_job

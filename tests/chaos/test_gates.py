@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.config import JobSpec
-from elastic.core.world import ENDED, Entry, EntryKind, JobId, JobPhase
+from elastic.core.facts import ENDED, Entry, EntryKind, JobId, JobPhase
 from elastic.testing.local_cluster import LocalCluster
 
 SCRIPT = Path(__file__).with_name("gate.py")

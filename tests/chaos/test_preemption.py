@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from elastic.core.facts import ENDED, NodePhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, NodePhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.shared import assert_nothing_done_twice, diaries, with_diary
 from tests.harness.chaos_jobs import ChaosJob, chaos_job

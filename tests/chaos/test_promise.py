@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.core.facts import ENDED, JobPhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, JobPhase
 from elastic.testing.local_cluster import LocalCluster, start_of
 from tests.chaos.struck import PLACES, WORKERS, Run, assert_kept
 from tests.harness.chaos import check_logs

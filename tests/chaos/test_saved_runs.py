@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from elastic.core.facts import ENDED
 from elastic.core.view import JobView
-from elastic.core.world import ENDED
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import verify
 from elastic.testing.local_cluster import LocalCluster

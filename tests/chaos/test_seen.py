@@ -12,9 +12,9 @@ from collections import Counter
 from pathlib import Path
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import Entry, EntryKind, JobId, JobPhase
 from elastic.core.telemetry import CATEGORIES
 from elastic.core.view import JobView
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase
 from elastic.storage.events import read_events
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos import seen_job

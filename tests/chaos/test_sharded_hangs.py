@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic.core.world import JobId
+from elastic.core.facts import JobId
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.test_sharded_runs import WORKERS, Job, end_of, saved, trains
 

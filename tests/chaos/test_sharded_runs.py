@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import ENDED, Entry, EntryKind, JobId, JobPhase, WorkerPhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, Entry, EntryKind, JobId, JobPhase, WorkerPhase
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import verify
 from elastic.testing.local_cluster import LocalCluster

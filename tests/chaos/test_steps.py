@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.core.facts import ENDED, WorkerPhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, WorkerPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos import Chaos, draw_faults
 from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_arguments

@@ -6,7 +6,7 @@ import json
 import signal
 from pathlib import Path
 
-from elastic.core.world import ENDED
+from elastic.core.facts import ENDED
 from elastic.storage.run_directory import RunDirectory
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos_jobs import chaos_job

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from elastic.core.facts import ENDED, WorkerPhase
 from elastic.core.view import JobView
-from elastic.core.world import ENDED, WorkerPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.chaos import Chaos, draw_kills
 from tests.harness.chaos_jobs import ChaosJob, chaos_job, with_arguments, with_script

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.client.terminal import EXIT_UNREACHABLE
-from elastic.core.world import JobPhase
+from elastic.core.facts import JobPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.scripts import Script
 from tests.chaos.torchrun_script import KILLED_IN

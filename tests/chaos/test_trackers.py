@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.config import TRACKERS_VARIABLE
-from elastic.core.world import ENDED
+from elastic.core.facts import ENDED
 from elastic.storage.metrics import Numbering
 from elastic.storage.run_directory import RunDirectory
 from elastic.testing.local_cluster import LocalCluster

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.world import JobPhase
+from elastic.core.facts import JobPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.shared import assert_nothing_done_twice, end, job_of, train_with, with_diary
 from tests.harness.faulty_storage import Faults

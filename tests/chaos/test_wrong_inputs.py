@@ -23,8 +23,8 @@ import pytest
 import elastic
 from elastic import train
 from elastic.core.config import JobSpec
+from elastic.core.facts import Entry, EntryKind, JobId, JobPhase, Resources
 from elastic.core.view import JobView
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase, Resources
 from elastic.errors import (
     CoordinatorUnreachable,
     NameTaken,

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from elastic.core.world import Resources  # noqa: E402
+from elastic.core.facts import Resources  # noqa: E402
 from elastic.testing.local_cluster import LocalCluster  # noqa: E402
 from tests.harness.chaos import Chaos, draw_kills  # noqa: E402
 from tests.harness.chaos_jobs import chaos_job, with_arguments  # noqa: E402

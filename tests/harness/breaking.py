@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from elastic.core.facts import WorkerPhase
 from elastic.core.view import JobView, WorkerView
-from elastic.core.world import WorkerPhase
 from elastic.errors import ElasticError
 from elastic.testing.local_cluster import LocalCluster, descendants, start_of
 

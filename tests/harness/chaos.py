@@ -29,8 +29,8 @@ from pathlib import Path
 
 import click
 
+from elastic.core.facts import ENDED
 from elastic.core.view import JobView
-from elastic.core.world import ENDED
 from elastic.errors import ElasticError
 from elastic.testing.local_cluster import LocalCluster, start_of
 from tests.harness.breaking import Breaker

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import Entry, EntryKind, JobId, JobPhase
 from elastic.core.view import JobView
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase
 from elastic.errors import ElasticError
 from elastic.storage.marker import MARKER
 from tests.harness.traces import reference_of

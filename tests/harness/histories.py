@@ -30,7 +30,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic.core.world import ENDED
+from elastic.core.facts import ENDED
 from elastic.errors import ElasticError
 from elastic.testing.local_cluster import LocalCluster
 from tests.harness.breaking import Breaker

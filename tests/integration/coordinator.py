@@ -19,6 +19,7 @@ import grpc.aio
 
 from elastic.coord.server import CLUSTER, JOBS
 from elastic.core.config import JobSpec
+from elastic.core.facts import Entry, EntryKind, JobId, Node, NodeId, WorkerPhase, WorkerReport
 from elastic.core.messages import (
     AgentMessage,
     Announce,
@@ -29,7 +30,6 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.view import JobView
-from elastic.core.world import Entry, EntryKind, JobId, Node, NodeId, WorkerPhase, WorkerReport
 from elastic.runtime.rpc import Metadata, call_metadata, channel_options
 from elastic.runtime.services import caller_of
 from elastic.wire.codec_jobs import (

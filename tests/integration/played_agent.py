@@ -20,6 +20,14 @@ from typing import TypeVar
 from elastic.agent.processes import ZYGOTE_COMMAND
 from elastic.agent.zygote import PR_SET_CHILD_SUBREAPER, SpareRequest, adopt_orphans
 from elastic.core.config import JobSpec
+from elastic.core.facts import (
+    Assignment,
+    Entry,
+    JobId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.messages import (
     Announce,
     Assign,
@@ -29,14 +37,6 @@ from elastic.core.messages import (
     Reported,
     Warm,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    Assignment,
-    Entry,
-    JobId,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
 )
 from elastic.wire.codec_stream import FROM_WORKER, TO_WORKER
 from elastic.wire.frames import FrameReader, encode_frame

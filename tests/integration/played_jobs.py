@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 
 from elastic.client.cli import main
 from elastic.client.jobs import Client
+from elastic.core.facts import ExitCause, ExitKind, Failure, JobPhase, WorkerPhase, WorkerReport
 from elastic.core.messages import FollowLogs, LogLines, Report, Reported, StopWorker, WorkerUpdate
 from elastic.core.view import JobView
-from elastic.core.world import ExitCause, ExitKind, Failure, JobPhase, WorkerPhase, WorkerReport
 from tests.integration.coordinator import Coordinator, ScriptedAgent, node
 from tests.patience import DEADLINE_S, wait_for
 

@@ -12,6 +12,7 @@ import pytest
 
 from elastic.agent.link import Link, LinkCallbacks
 from elastic.core.events.agent import Connected, ConnectionLost, CoordinatorMessageReceived
+from elastic.core.facts import Node, NodeId, SessionId, WorkerId
 from elastic.core.messages import (
     Coordinators,
     DrainNotice,
@@ -22,7 +23,6 @@ from elastic.core.messages import (
     Release,
     Welcome,
 )
-from elastic.core.world import Node, NodeId, SessionId, WorkerId
 from elastic.errors import ElasticError, NotLeading, Unavailable, VersionMismatch
 from elastic.runtime.access import Access
 from elastic.runtime.clock import SystemClock

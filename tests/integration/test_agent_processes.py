@@ -29,8 +29,8 @@ from elastic.core.events.agent import (
     ProcessStopped,
     SpawnFailed,
 )
+from elastic.core.facts import Entry, EntryKind, ExitCause, ExitKind, JobId, WorkerId
 from elastic.core.messages import Assign, FollowLogs, LogLines, Ping, Pong, Stop, Warm, WorkerUpdate
-from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, WorkerId
 from elastic.errors import NameTaken
 from tests.patience import DEADLINE_S, wait_for_async
 

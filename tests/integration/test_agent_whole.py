@@ -15,6 +15,15 @@ import anyio
 import pytest
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import (
+    Entry,
+    EntryKind,
+    ExitCause,
+    ExitKind,
+    JobId,
+    WorkerId,
+    WorkerPhase,
+)
 from elastic.core.messages import (
     DrainNotice,
     FollowLogs,
@@ -25,15 +34,6 @@ from elastic.core.messages import (
     StopWorker,
     Welcome,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    Entry,
-    EntryKind,
-    ExitCause,
-    ExitKind,
-    JobId,
-    WorkerId,
-    WorkerPhase,
 )
 from tests.integration.small_coordinator import (
     SmallCoordinator,

@@ -22,8 +22,8 @@ from elastic.core.events.agent import (
     ProcessStarted,
     SpawnFailed,
 )
+from elastic.core.facts import Entry, EntryKind, ExitCause, ExitKind
 from elastic.core.messages import Ping, Pong, Warm
-from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind
 from elastic.worker.process.main import EXIT_REPLACED
 from tests.integration.played_agent import leave_orphans
 from tests.integration.test_agent_processes import ECHO, ENV, Events, pids_of

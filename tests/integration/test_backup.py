@@ -13,8 +13,8 @@ import pytest
 
 from elastic.coord.backup import back_up, restore
 from elastic.coord.cli import exit_code
+from elastic.core.facts import JobPhase, WorkerPhase
 from elastic.core.messages import StopWorker, Welcome
-from elastic.core.world import JobPhase, WorkerPhase
 from elastic.errors import ElasticError
 from elastic.store.sqlite import sqlite_store
 from elastic.store.sqlite_mark import StoreMark

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from elastic.client.cli import main
 from elastic.client.jobs import Client
 from elastic.core.config import JobSpec
+from elastic.core.facts import Entry, EntryKind, JobId, JobPhase, ReportKind
 from elastic.core.messages import Report, Reported, SaveState
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase, ReportKind
 from elastic.testing.local_cluster import LocalCluster
 from tests.integration.coordinator import Coordinator, ScriptedAgent, node, spec
 from tests.integration.played_jobs import elastic, wait_phase

@@ -13,8 +13,8 @@ import pytest
 
 from elastic.client.job_follower import JobPrinter, follow
 from elastic.client.jobs import Client
+from elastic.core.facts import JobId, JobPhase
 from elastic.core.view import JobView
-from elastic.core.world import JobId, JobPhase
 from elastic.errors import (
     CoordinatorUnreachable,
     NameTaken,

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 from elastic.client.cli import main
 from elastic.client.jobs import Client
+from elastic.core.facts import Failure, JobPhase, NodePhase
 from elastic.core.messages import FollowLogs, LogLines, Release
-from elastic.core.world import Failure, JobPhase, NodePhase
 from elastic.errors import NotAuthorized
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory

@@ -17,6 +17,14 @@ import pytest
 from elastic.client.jobs import Client
 from elastic.coord.suspend_detector import POLL_S, SUSPEND_S
 from elastic.core.config import CoordinatorConfig, ns
+from elastic.core.facts import (
+    ExitCause,
+    ExitKind,
+    JobPhase,
+    NodePhase,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.messages import (
     Announce,
     Coordinators,
@@ -24,14 +32,6 @@ from elastic.core.messages import (
     StartWorker,
     StopWorker,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    ExitCause,
-    ExitKind,
-    JobPhase,
-    NodePhase,
-    WorkerPhase,
-    WorkerReport,
 )
 from elastic.errors import NotLeading
 from elastic.runtime.rpc import error_from_rpc

@@ -14,6 +14,15 @@ import grpc
 import grpc.aio
 import pytest
 
+from elastic.core.facts import (
+    ExitCause,
+    ExitKind,
+    JobPhase,
+    NodePhase,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.messages import (
     DrainNotice,
     FollowLogs,
@@ -26,15 +35,6 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.view import JobView
-from elastic.core.world import (
-    ExitCause,
-    ExitKind,
-    JobPhase,
-    NodePhase,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
-)
 from elastic.runtime import rpc
 from elastic.wire.codec_jobs import JobEvent, TimedNote
 from tests.integration.coordinator import (

@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from elastic.coord.roles import Role
+from elastic.core.facts import ExitCause, ExitKind, JobPhase, WorkerPhase
 from elastic.core.messages import FollowLogs, LogLines, StopWorker, WorkerUpdate
-from elastic.core.world import ExitCause, ExitKind, JobPhase, WorkerPhase
 from elastic.runtime.access import Access
 from elastic.wire.generated.elastic.v1 import jobs_pb2
 from tests.integration.coordinator import Coordinator, ScriptedAgent, User, node, spec

@@ -23,7 +23,7 @@ import pytest
 
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
-from elastic.core.world import JobId
+from elastic.core.facts import JobId
 from elastic.data.feeder_network import FeederConnection, FeederOnNode, FeederServer
 from elastic.errors import ElasticError
 from elastic.runtime import copy_wire, secret_connection

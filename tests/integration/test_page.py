@@ -24,6 +24,7 @@ from elastic.coord.roles import Role
 from elastic.coord.server_context import ServiceContext
 from elastic.coord.web.app import Site
 from elastic.coord.web.studies import Studies
+from elastic.core.facts import ExitCause, ExitKind, WorkerPhase
 from elastic.core.messages import (
     FollowLogs,
     LogLines,
@@ -33,7 +34,6 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.telemetry import CATEGORIES, Goodput, Telemetry
-from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 from elastic.runtime.clock import SystemClock
 from tests.integration.coordinator import ROOT, Coordinator, ScriptedAgent, User, node, spec
 from tests.integration.locked import authority, certificate, token

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.config import JobSpec
-from elastic.core.world import Entry, EntryKind, JobId, JobPhase
+from elastic.core.facts import Entry, EntryKind, JobId, JobPhase
 from elastic.testing.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from elastic import train
+from elastic.core.facts import Entry, EntryKind, WorkerPhase
 from elastic.core.messages import Assign, LeaveGroup, Ping, Pong, ReportAck, Stop
 from elastic.core.policy.hang import FIRST_TIMES
-from elastic.core.world import Entry, EntryKind, WorkerPhase
 from elastic.errors import StorageError
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.train_call import current

@@ -19,6 +19,13 @@ from hypothesis.stateful import (
 from elastic.core.config import AgentConfig
 from elastic.core.events import agent as ae
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import (
+    ExitCause,
+    SessionId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine.agent import AgentMachine
 from elastic.core.messages import (
     Assign,
@@ -37,13 +44,6 @@ from elastic.core.messages import (
     Warm,
     Welcome,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    ExitCause,
-    SessionId,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
 )
 from tests.property.machine_facts import (
     CAUSES,

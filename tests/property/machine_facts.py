@@ -5,13 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from elastic.core.config import JobSpec
-from elastic.core.messages import (
-    Announce,
-    Report,
-    Reported,
-    WorkerUpdate,
-)
-from elastic.core.world import (
+from elastic.core.facts import (
     Assignment,
     Entry,
     EntryKind,
@@ -25,6 +19,12 @@ from elastic.core.world import (
     WorkerId,
     WorkerPhase,
     WorkerReport,
+)
+from elastic.core.messages import (
+    Announce,
+    Report,
+    Reported,
+    WorkerUpdate,
 )
 
 S = 1_000_000_000

@@ -22,6 +22,10 @@ from elastic.core.config import AgentConfig
 from elastic.core.events import agent as ae
 from elastic.core.events import worker as we
 from elastic.core.events.shared import Tick
+from elastic.core.facts import (
+    SessionId,
+    WorkerPhase,
+)
 from elastic.core.machine.agent import AgentMachine
 from elastic.core.machine.worker import WorkerMachine
 from elastic.core.messages import (
@@ -38,10 +42,6 @@ from elastic.core.messages import (
     StopWorker,
     Warm,
     Welcome,
-)
-from elastic.core.world import (
-    SessionId,
-    WorkerPhase,
 )
 from tests.effort import examples
 from tests.patience import DEADLINE_S

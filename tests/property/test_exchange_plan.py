@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from elastic.core.facts import NodeId, WorkerId
 from elastic.core.policy.exchange_plan import (
     ExchangePlan,
     ExchangeRound,
@@ -23,7 +24,6 @@ from elastic.core.policy.exchange_plan import (
 )
 from elastic.core.policy.microbatch import Span, additions_in, deal, subtrees
 from elastic.core.policy.ranks import assign_ranks
-from elastic.core.world import NodeId, WorkerId
 from tests.effort import examples
 
 Values = NDArray[np.float32]

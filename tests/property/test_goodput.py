@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.facts import WorkerPhase
 from elastic.core.policy.goodput import REPORTED, Account, Ledger, Situation, category, split
 from elastic.core.telemetry import (
     BELOW_MIN,
@@ -16,7 +17,6 @@ from elastic.core.telemetry import (
     START,
     Goodput,
 )
-from elastic.core.world import WorkerPhase
 
 times = st.lists(st.integers(0, 10**12), min_size=len(FIELDS), max_size=len(FIELDS))
 happenings = st.lists(

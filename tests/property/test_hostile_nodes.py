@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic.core.facts import JobId, NodeId, WorkerId, WorkerPhase, WorkerReport
 from elastic.core.messages import Hello, Report, Reported, WorkerUpdate
-from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase, WorkerReport
 from elastic.errors import ConfigError, PeerError
 from elastic.wire.codec_stream import FROM_AGENT
 from tests.effort import examples
@@ -103,7 +103,7 @@ def test_nothing_that_a_node_says_ends_the_coordinator(words: list[Any]) -> None
 @given(greetings=st.lists(st.tuples(bad_greetings(), st.floats(0, 2)), max_size=5))
 def test_no_greeting_of_a_node_ends_the_coordinator(greetings: list[Any]) -> None:
     from elastic.core.events.coordinator import AgentConnected
-    from elastic.core.world import SessionId
+    from elastic.core.facts import SessionId
 
     cluster = besieged()
     for number, (greeting, pause_s) in enumerate(greetings):

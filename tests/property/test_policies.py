@@ -11,11 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
-from elastic.core.policy import failure, membership, placement, ranks, retention
-from elastic.core.policy.membership import FORMABLE_PHASES, Candidate, CurrentGroup, GroupAction
-from elastic.core.policy.packing import NodeCapacity
-from elastic.core.policy.placement import NodeOffer
-from elastic.core.world import (
+from elastic.core.facts import (
     CheckpointRecord,
     ExitCause,
     ExitKind,
@@ -28,6 +24,10 @@ from elastic.core.world import (
     WorkerPhase,
     zone_of,
 )
+from elastic.core.policy import failure, membership, placement, ranks, retention
+from elastic.core.policy.membership import FORMABLE_PHASES, Candidate, CurrentGroup, GroupAction
+from elastic.core.policy.packing import NodeCapacity
+from elastic.core.policy.placement import NodeOffer
 from tests.effort import examples
 from tests.strategies import SCRIPT
 

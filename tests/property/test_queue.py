@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import JobId, NodeId, Resources, Strategy, WorkerId
 from elastic.core.policy import eviction, queue
 from elastic.core.policy.demands import Allocation, Demand
 from elastic.core.policy.packing import NodeCapacity
-from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
 from tests.effort import examples
 from tests.strategies import SCRIPT
 

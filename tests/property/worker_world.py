@@ -17,6 +17,10 @@ from hypothesis.stateful import (
 
 from elastic.core.events import worker as we
 from elastic.core.events.shared import Tick
+from elastic.core.facts import (
+    WorkerId,
+    WorkerReport,
+)
 from elastic.core.machine.transitions import WORKER, check_move
 from elastic.core.machine.worker import WorkerMachine
 from elastic.core.messages import (
@@ -30,10 +34,6 @@ from elastic.core.messages import (
     SaveState,
     Stop,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    WorkerId,
-    WorkerReport,
 )
 from tests.property.machine_facts import (
     BOOM,

@@ -33,8 +33,8 @@ from typing import Any
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.shared import Tick
+from elastic.core.facts import ExitCause, ExitKind, JobId, NodeId, ReportKind, WorkerPhase
 from elastic.core.messages import LinksTried, ProbeAck
-from elastic.core.world import ExitCause, ExitKind, JobId, NodeId, ReportKind, WorkerPhase
 from tests.scenarios.transcript import lines_of, status_lines
 from tests.unit.coordinator_under_test import Coordinator
 

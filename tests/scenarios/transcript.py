@@ -17,6 +17,7 @@ from elastic.core.events.coordinator import (
     Reply,
     SendAgent,
 )
+from elastic.core.facts import ReportKind, SessionId
 from elastic.core.messages import (
     Announce,
     CoordinatorMessage,
@@ -37,7 +38,6 @@ from elastic.core.messages import (
 )
 from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView
-from elastic.core.world import ReportKind, SessionId
 
 
 def lines_of(effect: CoordinatorEffect, names: Mapping[SessionId, str]) -> Iterator[str]:

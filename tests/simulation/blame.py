@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic.core.events.shared import Note
-from elastic.core.world import NodeId, WorkerId
+from elastic.core.facts import NodeId, WorkerId
 from tests.simulation.links import Links
 from tests.simulation.network import Conditions
 from tests.simulation.process import SimProcess

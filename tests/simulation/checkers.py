@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import Assignment, Generation, JobId, NodeId, WorkerId
 from elastic.core.records import JobRecord
-from elastic.core.world import Assignment, Generation, JobId, NodeId, WorkerId
 from elastic.errors import ElasticError
 from tests.simulation.crowd_checks import CrowdChecks
 from tests.simulation.row_checks import RowChecks

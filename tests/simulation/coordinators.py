@@ -13,6 +13,7 @@ from functools import partial
 from elastic.core.config import CoordinatorConfig
 from elastic.core.events import coordinator as events
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import SessionId
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.core.messages import (
     AgentMessage,
@@ -20,7 +21,6 @@ from elastic.core.messages import (
     Probe,
 )
 from elastic.core.view import ClusterView
-from elastic.core.world import SessionId
 from tests.simulation.disk import Disk
 from tests.simulation.network import Network
 from tests.simulation.terms import Candidate

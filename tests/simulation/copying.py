@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from elastic.core.copy_messages import CopyOrder, DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import AgentEvent, CopiesChanged, PushFailed
+from elastic.core.facts import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
 from elastic.core.policy.replication import CopyMode
-from elastic.core.world import ALL_ALIKE, Assignment, Generation, HeldCopy, JobId, NodeId
 from tests.simulation.checkers import Checkers
 from tests.simulation.shards import Shards, Snapshot
 from tests.simulation.world import MS, S, Timeline

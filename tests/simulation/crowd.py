@@ -20,7 +20,7 @@ from elastic.core.events.coordinator import (
     ResumeRequested,
     ScaleRequested,
 )
-from elastic.core.world import Entry, EntryKind, JobId, NodeId
+from elastic.core.facts import Entry, EntryKind, JobId, NodeId
 from tests.simulation.crowd_checks import CrowdChecks
 from tests.simulation.disk import Disk
 from tests.simulation.leavers import Leavers, Story, Users

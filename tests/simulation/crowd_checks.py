@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic.core.facts import JobId
 from elastic.core.records import JobRecord
-from elastic.core.world import JobId
 
 
 @dataclass

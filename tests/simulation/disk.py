@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elastic.core.facts import JobId, JobPhase
 from elastic.core.records import JobRecord, NodesRecord
-from elastic.core.world import JobId, JobPhase
 from tests.simulation.checkers import Checkers, DurableGroup
 
 

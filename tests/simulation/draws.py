@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.config import AgentConfig, CoordinatorConfig, JobSpec
-from elastic.core.world import Entry, EntryKind, JobId, Strategy
+from elastic.core.facts import Entry, EntryKind, JobId, Strategy
 from tests.simulation.faults import BROKEN_SEED
 from tests.simulation.network import Conditions
 from tests.simulation.scripts import Script

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic.core.events.agent import DrainSignalled, HealthChanged, ProcessStopped
-from elastic.core.world import ExitCause, ExitKind, JobId, NodeId
+from elastic.core.facts import ExitCause, ExitKind, JobId, NodeId
 from tests.simulation.blame import Blame
 from tests.simulation.coordinators import CoordinatorHost
 from tests.simulation.hosts import AgentHost

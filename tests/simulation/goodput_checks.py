@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from elastic.core.events.coordinator import CoordinatorEffect
 from elastic.core.events.shared import Note
+from elastic.core.facts import JobId
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import JobId
 
 CHANGES = frozenset({"recovered", "worker_adopted", "worker_gone", "worker_starting"})
 """Notes with which the number of a job's workers changes."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.events.coordinator import NodeDrainRequested
-from elastic.core.world import JobId, JobPhase, NodeId
+from elastic.core.facts import JobId, JobPhase, NodeId
 from tests.simulation.checkers import Checkers
 from tests.simulation.coordinators import CoordinatorHost
 from tests.simulation.copying import Copying, Trained

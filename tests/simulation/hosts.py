@@ -10,13 +10,13 @@ from collections.abc import Callable
 from elastic.core.config import AgentConfig
 from elastic.core.events import agent as agent_events
 from elastic.core.events.shared import Tick
+from elastic.core.facts import ExitCause, ExitKind, Node, NodeId, SessionId
 from elastic.core.machine.agent import AgentMachine
 from elastic.core.messages import (
     CoordinatorMessage,
     PipeToAgent,
     Welcome,
 )
-from elastic.core.world import ExitCause, ExitKind, Node, NodeId, SessionId
 from tests.simulation.coordinators import CoordinatorHost
 from tests.simulation.copying import CopyHost
 from tests.simulation.network import Network, Stream

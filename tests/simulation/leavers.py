@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic.core.config import JobSpec
-from elastic.core.world import Entry, EntryKind, JobId, NodeId
+from elastic.core.facts import Entry, EntryKind, JobId, NodeId
 from tests.simulation.crowd_checks import CrowdChecks
 from tests.simulation.disk import Disk
 from tests.simulation.scripts import Script

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from elastic.core.events.agent import LinksProbed
+from elastic.core.facts import Generation, JobId, NodeId
 from elastic.core.messages import LinksTried, TryLinks
-from elastic.core.world import Generation, JobId, NodeId
 from tests.simulation.world import MS, S, Timeline
 
 if TYPE_CHECKING:

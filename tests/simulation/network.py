@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from elastic.core.facts import NodeId, SessionId
 from elastic.core.messages import AgentMessage, CoordinatorMessage, Hello
-from elastic.core.world import NodeId, SessionId
 from tests.simulation.world import MS, Timeline
 
 

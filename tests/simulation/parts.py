@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic.core.world import CollectiveCount
+from elastic.core.facts import CollectiveCount
 
 PAIR = 2
 

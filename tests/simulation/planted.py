@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from elastic.core.events.coordinator import SendAgent
+from elastic.core.facts import Group, RefusalCode
 from elastic.core.machine import (
     agent,
     agent_connection,
@@ -32,7 +33,6 @@ from elastic.core.policy import (
     placement,
 )
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Group, RefusalCode
 from tests.simulation import coordinators, terms
 from tests.simulation.planting import Patch, bug
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from elastic.core.facts import JobPhase
 from elastic.core.machine import (
     coordinator,
     copies,
@@ -20,7 +21,6 @@ from elastic.core.policy import (
     replication,
 )
 from elastic.core.policy.decision import Decision
-from elastic.core.world import JobPhase
 from tests.simulation.planting import Patch, bug
 
 

@@ -33,9 +33,7 @@ from elastic.core.events.worker import (
     WorkerEffect,
     WorkerEvent,
 )
-from elastic.core.machine.worker import WorkerMachine
-from elastic.core.messages import PipeToAgent, PipeToWorker
-from elastic.core.world import (
+from elastic.core.facts import (
     ExitCause,
     ExitKind,
     Failure,
@@ -44,6 +42,8 @@ from elastic.core.world import (
     NodeId,
     WorkerId,
 )
+from elastic.core.machine.worker import WorkerMachine
+from elastic.core.messages import PipeToAgent, PipeToWorker
 from tests.simulation import parts
 from tests.simulation.world import MS, Timeline
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic.core.world import JobId, NodeId
+from elastic.core.facts import JobId, NodeId
 
 Age = tuple[int, int]
 """Generation and steps."""

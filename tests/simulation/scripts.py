@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic.core.events.worker import CheckpointWritten, TrainLeft, WorkerEvent
-from elastic.core.world import Generation, JobId, WorkerId
+from elastic.core.facts import Generation, JobId, WorkerId
 from tests.simulation.world import MS, Timeline
 
 BOUNDARY_SAVES = 500_000

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from elastic.core.facts import ALL_ALIKE, SNAPSHOT_SLOTS, Generation, HeldCopy, JobId, NodeId
 from elastic.core.policy import replication
 from elastic.core.policy.replication import CopyMode
-from elastic.core.world import ALL_ALIKE, SNAPSHOT_SLOTS, Generation, HeldCopy, JobId, NodeId
 from tests.simulation.checkers import Checkers
 from tests.simulation.world import S, Timeline
 

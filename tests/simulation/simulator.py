@@ -28,6 +28,7 @@ from elastic.core.events.coordinator import (
     SubmitRequested,
 )
 from elastic.core.events.shared import Note
+from elastic.core.facts import JobId, Node, NodeId
 from elastic.core.machine.nodes import PRESENT
 from elastic.core.machine.suspicion import FORMING_PROBES
 from elastic.core.messages import (
@@ -38,7 +39,6 @@ from elastic.core.messages import (
 )
 from elastic.core.policy.hang import FIRST_TIMES, LONGEST_TIMES
 from elastic.core.records import JobRecord
-from elastic.core.world import JobId, Node, NodeId
 from elastic.errors import ElasticError
 from tests.simulation import crowd, draws, holders
 from tests.simulation.checkers import Checkers, CheckFailed

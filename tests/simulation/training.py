@@ -21,7 +21,7 @@ from elastic.core.events.worker import (
     TrainReturned,
     UserReported,
 )
-from elastic.core.world import (
+from elastic.core.facts import (
     Assignment,
     Failure,
     Generation,

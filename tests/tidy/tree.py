@@ -32,7 +32,7 @@ def where(path: Path, line: int) -> str:
 
 
 def module_name(path: Path) -> str:
-    """elastic/core/world.py -> elastic.core.world; a package's __init__.py -> the package."""
+    """elastic/core/facts.py -> elastic.core.facts; a package's __init__.py -> the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

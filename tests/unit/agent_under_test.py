@@ -18,20 +18,7 @@ from elastic.core.events.agent import (
     SendProcess,
 )
 from elastic.core.events.shared import Note, Tick
-from elastic.core.machine.agent import AgentMachine
-from elastic.core.messages import (
-    Announce,
-    CoordinatorMessage,
-    Hello,
-    PipeToAgent,
-    Report,
-    Reported,
-    StartWorker,
-    Warm,
-    Welcome,
-    WorkerUpdate,
-)
-from elastic.core.world import (
+from elastic.core.facts import (
     Assignment,
     Entry,
     EntryKind,
@@ -45,6 +32,19 @@ from elastic.core.world import (
     WorkerId,
     WorkerPhase,
     WorkerReport,
+)
+from elastic.core.machine.agent import AgentMachine
+from elastic.core.messages import (
+    Announce,
+    CoordinatorMessage,
+    Hello,
+    PipeToAgent,
+    Report,
+    Reported,
+    StartWorker,
+    Warm,
+    Welcome,
+    WorkerUpdate,
 )
 
 S = 1_000_000_000

@@ -33,6 +33,20 @@ from elastic.core.events.coordinator import (
     SubmitRequested,
 )
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import (
+    CollectiveCount,
+    ExitCause,
+    ExitKind,
+    Failure,
+    JobId,
+    Node,
+    NodeId,
+    SessionId,
+    Strategy,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.core.messages import (
     AgentMessage,
@@ -52,20 +66,6 @@ from elastic.core.messages import (
 from elastic.core.records import JobRecord, NodesRecord
 from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobView, NodeView
-from elastic.core.world import (
-    CollectiveCount,
-    ExitCause,
-    ExitKind,
-    Failure,
-    JobId,
-    Node,
-    NodeId,
-    SessionId,
-    Strategy,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
-)
 from tests.strategies import SCRIPT
 
 MS = 1_000_000

@@ -11,8 +11,8 @@ import anyio
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import LeaderKey, Leadership
 from elastic.core.config import JobSpec
+from elastic.core.facts import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
 from elastic.core.records import JobRecord
-from elastic.core.world import CheckpointRecord, Entry, EntryKind, JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Store, Write

@@ -12,8 +12,8 @@ from torch import nn
 
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import CheckpointWritten, UserReported
+from elastic.core.facts import JobId, RefusalCode, ReportKind
 from elastic.core.policy.cursor import Cursor
-from elastic.core.world import JobId, RefusalCode, ReportKind
 from elastic.runtime.clock import SystemClock
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.mailboxes import ReportAnswer

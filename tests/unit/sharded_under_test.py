@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from elastic.core.facts import SNAPSHOT_SLOTS
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.shares import chunk
-from elastic.core.world import SNAPSHOT_SLOTS
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter

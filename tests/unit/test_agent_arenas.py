@@ -14,8 +14,8 @@ from elastic.agent.driver import AgentDriver, AgentSettings
 from elastic.agent.processes import SpareCommand
 from elastic.core.config import AgentConfig, JobSpec
 from elastic.core.events.agent import ProcessExited, SendProcess
+from elastic.core.facts import Entry, EntryKind, ExitCause, ExitKind, JobId, Node, NodeId, WorkerId
 from elastic.core.messages import Assign
-from elastic.core.world import Entry, EntryKind, ExitCause, ExitKind, JobId, Node, NodeId, WorkerId
 from elastic.runtime.access import Access
 from elastic.runtime.clock import SystemClock
 from tests.patience import DEADLINE_S

@@ -13,9 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic.agent.figures import Figures, FiguresServer
 from elastic.core.config import JobSpec
 from elastic.core.events.agent import ProcessExited, ProcessMessageReceived, SendProcess
-from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
-from elastic.core.telemetry import Telemetry
-from elastic.core.world import (
+from elastic.core.facts import (
     Assignment,
     Entry,
     EntryKind,
@@ -26,6 +24,8 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.core.messages import Announce, Assign, Progress, Warm, WorkerUpdate
+from elastic.core.telemetry import Telemetry
 from tests.patience import DEADLINE_S
 
 JOB, WORKER = JobId("j-a"), WorkerId("n1/1")

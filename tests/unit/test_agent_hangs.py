@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.core.events.agent import LinksProbed, ProbeLinks, ShowStacks
+from elastic.core.facts import JobId, NodeId
 from elastic.core.messages import (
     DumpStacks,
     Link,
@@ -13,7 +14,6 @@ from elastic.core.messages import (
     StopWorker,
     TryLinks,
 )
-from elastic.core.world import JobId, NodeId
 from tests.unit.agent_under_test import W1, W2, S, with_worker
 
 

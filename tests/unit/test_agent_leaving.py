@@ -11,6 +11,9 @@ from elastic.core.events.agent import (
     ProcessExited,
     Spawn,
 )
+from elastic.core.facts import (
+    WorkerPhase,
+)
 from elastic.core.messages import (
     Drain,
     Release,
@@ -18,9 +21,6 @@ from elastic.core.messages import (
     Reported,
     StartWorker,
     Welcome,
-)
-from elastic.core.world import (
-    WorkerPhase,
 )
 from tests.unit.agent_under_test import (
     CRASHED,

@@ -6,13 +6,13 @@ import pytest
 
 from elastic.core.events.agent import Kill, ProcessExited
 from elastic.core.events.shared import Tick
+from elastic.core.facts import ExitKind, WorkerPhase
 from elastic.core.messages import (
     Announce,
     Assign,
     LeaveGroup,
     StartWorker,
 )
-from elastic.core.world import ExitKind, WorkerPhase
 from elastic.errors import InvariantViolation
 from tests.unit.agent_under_test import (
     CRASHED,

@@ -15,6 +15,12 @@ from elastic.core.events.agent import (
     Spawn,
 )
 from elastic.core.events.shared import Tick
+from elastic.core.facts import (
+    EntryKind,
+    ExitCause,
+    ExitKind,
+    WorkerPhase,
+)
 from elastic.core.messages import (
     LeaveGroup,
     Pong,
@@ -22,12 +28,6 @@ from elastic.core.messages import (
     StopWorker,
 )
 from elastic.core.policy.hang import FIRST_TIMES
-from elastic.core.world import (
-    EntryKind,
-    ExitCause,
-    ExitKind,
-    WorkerPhase,
-)
 from tests.unit.agent_under_test import (
     CONFIG,
     KILLED,

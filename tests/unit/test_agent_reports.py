@@ -8,9 +8,9 @@ from elastic.core.events.agent import (
     AgentEffect,
     ProcessExited,
 )
+from elastic.core.facts import WorkerPhase
 from elastic.core.machine.agent_connection import UnacknowledgedReports
 from elastic.core.messages import ForgetWorker, ReportAck, Reported, Welcome
-from elastic.core.world import WorkerPhase
 from tests.unit.agent_under_test import (
     CRASHED,
     W1,

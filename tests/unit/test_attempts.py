@@ -16,8 +16,8 @@ import pytest
 from elastic.client import attempts
 from elastic.client.attempts import RunAttempt, RunPlan, attempt, note_end
 from elastic.core.config import JobSpec
+from elastic.core.facts import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.core.records import JobRecord
-from elastic.core.world import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
 from elastic.storage.files import Files
 from elastic.storage.marker import DAMAGED, MARKER, PREPARED, CheckpointMarker

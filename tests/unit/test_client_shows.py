@@ -27,10 +27,7 @@ from elastic.client.text_format import (
 )
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note
-from elastic.core.records import Cordon, JobRecord
-from elastic.core.telemetry import Goodput, Telemetry
-from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
-from elastic.core.world import (
+from elastic.core.facts import (
     Entry,
     EntryKind,
     Group,
@@ -44,6 +41,9 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.core.records import Cordon, JobRecord
+from elastic.core.telemetry import Goodput, Telemetry
+from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
 from elastic.wire.codec_jobs import ClusterStatus, LogChunk, TimedNote, log_chunk_to_proto
 from tests.patience import wait_for
 

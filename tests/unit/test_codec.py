@@ -10,20 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
-from elastic.core import messages, view, world
+from elastic.core import facts, messages, view
 from elastic.core.config import JobSpec
-from elastic.core.messages import (
-    PROTOCOL,
-    AgentMessage,
-    Assign,
-    CoordinatorMessage,
-    Hello,
-    PipeToAgent,
-    PipeToWorker,
-    WorkerUpdate,
-)
-from elastic.core.records import JobRecord
-from elastic.core.world import (
+from elastic.core.facts import (
     Entry,
     EntryKind,
     Failure,
@@ -35,6 +24,17 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.core.messages import (
+    PROTOCOL,
+    AgentMessage,
+    Assign,
+    CoordinatorMessage,
+    Hello,
+    PipeToAgent,
+    PipeToWorker,
+    WorkerUpdate,
+)
+from elastic.core.records import JobRecord
 from elastic.errors import ConfigError, InvariantViolation, PeerError
 from elastic.wire.codec import MessageCodec
 from elastic.wire.codec_jobs import spec_of
@@ -71,7 +71,7 @@ def dataclasses_of(*modules: Any) -> Iterator[type[Any]]:
 
 @pytest.mark.parametrize(
     "fact",
-    [*dataclasses_of(world, messages, view), JobSpec, JobRecord],
+    [*dataclasses_of(facts, messages, view), JobSpec, JobRecord],
     ids=lambda fact: fact.__name__,
 )
 def test_every_field_of_every_fact_has_its_place_on_the_wire(fact: type[Any]) -> None:
@@ -84,7 +84,7 @@ def test_every_field_of_every_fact_has_its_place_on_the_wire(fact: type[Any]) ->
 
 @pytest.mark.parametrize(
     "kind",
-    [kind for kind in vars(world).values() if isinstance(kind, type) and issubclass(kind, Enum)],
+    [kind for kind in vars(facts).values() if isinstance(kind, type) and issubclass(kind, Enum)],
     ids=lambda kind: kind.__name__,
 )
 def test_every_value_of_every_enum_has_a_number(kind: type[Enum]) -> None:

@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from elastic.core.events.worker import CheckpointWritten, UserReported
+from elastic.core.facts import CheckpointRecord, JobId, ReportKind
 from elastic.core.policy.retention import keep
-from elastic.core.world import CheckpointRecord, JobId, ReportKind
 from elastic.runtime.clock import SystemClock
 from elastic.storage.integrity import verify
 from elastic.storage.run_directory import RunDirectory

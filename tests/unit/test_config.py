@@ -16,7 +16,7 @@ from elastic.core.config import (
     check_name,
     ns,
 )
-from elastic.core.world import Entry, EntryKind, JobId
+from elastic.core.facts import Entry, EntryKind, JobId
 from elastic.errors import ConfigError
 from tests.strategies import SCRIPT
 

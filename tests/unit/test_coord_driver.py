@@ -30,6 +30,7 @@ from elastic.core.events.coordinator import (
     StopRequested,
 )
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import JobId, Member, Node, NodeId, WorkerId
 from elastic.core.messages import (
     CoordinatorMessage,
     DrainNotice,
@@ -39,7 +40,6 @@ from elastic.core.messages import (
     Welcome,
 )
 from elastic.core.view import ClusterView, JobSample
-from elastic.core.world import JobId, Member, Node, NodeId, WorkerId
 from elastic.errors import InvariantViolation
 from elastic.runtime.clock import SystemClock
 from tests.patience import DEADLINE_S, wait_for_async

@@ -11,9 +11,9 @@ import pytest
 from elastic.coord.leader_state import LeaderState
 from elastic.coord.standby_view import StandbyView
 from elastic.core.config import JobSpec
+from elastic.core.facts import JobId, JobPhase
 from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import JobId, JobPhase
 from elastic.errors import NotLeading, StoreUnavailable
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.store.interface import StoreSnapshot

@@ -8,7 +8,7 @@ import pytest
 from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
 from elastic.coord.leadership import Leadership
-from elastic.core.world import JobId
+from elastic.core.facts import JobId
 from elastic.errors import CorruptRecord, Fenced, InvariantViolation, StoreUnavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import Compare, Delete, Put

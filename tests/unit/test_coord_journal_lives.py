@@ -8,8 +8,8 @@ import pytest
 
 from elastic.coord.chunks import PIECE_BYTES
 from elastic.coord.journal import Journal
+from elastic.core.facts import JobId, JobPhase
 from elastic.core.records import JobRecord
-from elastic.core.world import JobId, JobPhase
 from elastic.errors import StoreUnavailable
 from elastic.store.interface import Compare, Put
 from tests.unit.journal_under_test import (

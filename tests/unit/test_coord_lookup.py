@@ -8,9 +8,7 @@ import pytest
 
 from elastic.coord.lookup import WorkerOrigin, find_job, origins_of
 from elastic.core.config import JobSpec
-from elastic.core.records import JobRecord
-from elastic.core.view import ClusterView, JobView, WorkerView
-from elastic.core.world import (
+from elastic.core.facts import (
     Entry,
     EntryKind,
     Group,
@@ -22,6 +20,8 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.core.records import JobRecord
+from elastic.core.view import ClusterView, JobView, WorkerView
 from elastic.errors import NotFound
 
 

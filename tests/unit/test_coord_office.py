@@ -10,9 +10,9 @@ import pytest
 from elastic.coord.leader_state import LeaderState, Term
 from elastic.coord.leadership import LeaderKey
 from elastic.coord.standby_view import StandbyView
+from elastic.core.facts import NodeId
 from elastic.core.records import Cordon, NodesRecord
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import NodeId
 from elastic.errors import NotLeading
 from elastic.store.memory import MemoryStore
 from tests.patience import DEADLINE_S

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elastic.core.facts import WorkerPhase
 from elastic.core.messages import ReportAck, StopWorker
-from elastic.core.world import WorkerPhase
 from tests.unit.coordinator_under_test import Coordinator, running
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.core.facts import JobPhase
 from elastic.core.messages import ReportAck
-from elastic.core.world import JobPhase
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
 # ---------------------------------------------------------------- losses in a row

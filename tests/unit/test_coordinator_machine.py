@@ -11,13 +11,13 @@ from elastic.core.events.coordinator import (
     SubmitRequested,
 )
 from elastic.core.events.shared import Tick
+from elastic.core.facts import (
+    JobId,
+    NodePhase,
+)
 from elastic.core.machine.coordinator import CoordinatorMachine
 from elastic.core.messages import (
     LeaveGroup,
-)
-from elastic.core.world import (
-    JobId,
-    NodePhase,
 )
 from elastic.errors import InvariantViolation
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running, spec

@@ -6,8 +6,8 @@ import pytest
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import WokeFromSuspend
+from elastic.core.facts import NodePhase
 from elastic.core.machine.node_liveness import AWAY_GRACE_S
-from elastic.core.world import NodePhase
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from elastic.core.events.coordinator import AgentMessageReceived, Forget
-from elastic.core.machine import coordinator as coordinator_module
-from elastic.core.messages import (
-    StartWorker,
-    StopWorker,
-    WorkerUpdate,
-)
-from elastic.core.world import (
+from elastic.core.facts import (
     JobId,
     SessionId,
     WorkerId,
     WorkerPhase,
     WorkerReport,
+)
+from elastic.core.machine import coordinator as coordinator_module
+from elastic.core.messages import (
+    StartWorker,
+    StopWorker,
+    WorkerUpdate,
 )
 from tests.unit.coordinator_under_test import STOPPED, Coordinator, running
 

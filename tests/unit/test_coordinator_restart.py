@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.facts import JobPhase, WorkerId, WorkerPhase
 from elastic.core.messages import StopWorker
-from elastic.core.world import JobPhase, WorkerId, WorkerPhase
 from tests.unit.coordinator_under_test import STOPPED, Coordinator, running
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from elastic.core.config import ns
 from elastic.core.events.shared import Tick
+from elastic.core.facts import JobId, JobPhase, NodePhase, WorkerPhase
 from elastic.core.messages import Announce, DumpStacks, ProbeAck, StopWorker
-from elastic.core.world import JobId, JobPhase, NodePhase, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, MS, Coordinator, running
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from elastic.agent.copy_server import CopyServer
 from elastic.agent.copy_store import CopyStore
+from elastic.core.facts import HeldCopy, JobId
 from elastic.core.policy.cursor import Cursor
-from elastic.core.world import HeldCopy, JobId
 from elastic.errors import Refused
 from elastic.runtime import secret_connection
 from elastic.runtime.copy_wire import PUSH, CopyRequest, calling

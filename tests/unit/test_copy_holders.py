@@ -9,10 +9,10 @@ import pytest
 
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, Replicate
 from elastic.core.events.coordinator import SendAgent
+from elastic.core.facts import HeldCopy, JobId, JobPhase, NodeId, WorkerPhase
 from elastic.core.machine.copies import REFUSED_S
 from elastic.core.messages import Release
 from elastic.core.policy.replication import NO_NODE, TRAINING_COUNTS, CopyCandidate, choose, ring
-from elastic.core.world import HeldCopy, JobId, JobPhase, NodeId, WorkerPhase
 from tests.unit.coordinator_under_test import STOPPED, Coordinator
 from tests.unit.test_sharded_copies import Cluster as Sharded
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from elastic.core.config import CoordinatorConfig, JobSpec
+from elastic.core.facts import ExitCause, ExitKind, Failure, JobId
 from elastic.core.policy.failure import (
     FINAL_ERRORS,
     FailureHistory,
     judge_exit,
 )
-from elastic.core.world import ExitCause, ExitKind, Failure, JobId
 from tests.strategies import SCRIPT
 
 CONFIG = CoordinatorConfig(crash_loop_limit=5, restart_delay_s_max=3.0)

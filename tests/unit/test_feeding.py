@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from elastic.core.config import ns
+from elastic.core.facts import JobId, JobPhase, WorkerId, WorkerPhase
 from elastic.core.messages import LeaveGroup, Progress, StartWorker, StopWorker
 from elastic.core.telemetry import Telemetry
-from elastic.core.world import JobId, JobPhase, WorkerId, WorkerPhase
 from elastic.errors import StorageError
 from elastic.worker.engine import bystander
 from tests.unit.coordinator_under_test import STOPPED, Coordinator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.facts import JobPhase, ReportKind, WorkerPhase
 from elastic.core.messages import LeaveGroup
-from elastic.core.world import JobPhase, ReportKind, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
 AT_ONCE = replace(CONFIG, preemption_deadline_s=10)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.worker import ActivitySampled
+from elastic.core.facts import CollectiveCount, WorkerId
 from elastic.core.machine.worker_pulse import ActivityMonitor
 from elastic.core.policy import hang
 from elastic.core.policy.hang import MainThreadState, WatchedMember
-from elastic.core.world import CollectiveCount, WorkerId
 
 NOW_NS = 1000 * NS_PER_S
 TIMEOUT_NS = 30 * NS_PER_S

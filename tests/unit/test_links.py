@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.events.coordinator import SendAgent
+from elastic.core.facts import JobId, JobPhase, NodeId, WorkerPhase
 from elastic.core.messages import LeaveGroup, LinksTried, StopWorker, TryLinks
-from elastic.core.world import JobId, JobPhase, NodeId, WorkerPhase
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
 
 A, B, C, D = map(NodeId, "abcd")

@@ -13,7 +13,7 @@ from elastic.coord.log_fanout import BufferBudget, MergedOutput
 from elastic.coord.roles import Role
 from elastic.coord.server_limits import AdmissionLimiter, ServerLimits
 from elastic.coord.tokens import TokenList
-from elastic.core.world import WorkerId
+from elastic.core.facts import WorkerId
 from elastic.errors import Busy, ConfigError
 from elastic.runtime.access import TlsFiles, find_access
 from elastic.runtime.clock import SystemClock

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
+from elastic.core.facts import JobId, NodeId, WorkerId, WorkerPhase
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.membership import (
     ANEW_S,
@@ -24,7 +25,6 @@ from elastic.core.policy.membership import (
     GroupPlan,
     decide,
 )
-from elastic.core.world import JobId, NodeId, WorkerId, WorkerPhase
 from tests.strategies import SCRIPT
 
 NOW = ns(100)

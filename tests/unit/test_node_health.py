@@ -12,9 +12,9 @@ from elastic.agent.device_health import DeviceWatch
 from elastic.agent.health import DISK_BYTES_MIN, HealthWatch
 from elastic.core.config import CoordinatorConfig, ns
 from elastic.core.events.agent import HealthChanged, SendCoordinator
+from elastic.core.facts import ExitCause, ExitKind
 from elastic.core.messages import NodeHealth
 from elastic.core.policy.health import judge_faults
-from elastic.core.world import ExitCause, ExitKind
 from tests.unit.agent_under_test import of, reconnect, registered
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 

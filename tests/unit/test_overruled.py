@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from elastic import train
-from elastic.core.world import EntryKind
+from elastic.core.facts import EntryKind
 from elastic.errors import UsageError
 from elastic.train import overruled
 from elastic.train.config import TorchConfig

@@ -15,9 +15,7 @@ from elastic.coord.web.pages import front_page, job_page
 from elastic.coord.web.parts import BYTES_PER_S, Changes, Part, row
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note
-from elastic.core.records import JobRecord
-from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
-from elastic.core.world import (
+from elastic.core.facts import (
     Entry,
     EntryKind,
     Group,
@@ -31,6 +29,8 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.core.records import JobRecord
+from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
 from elastic.wire.codec_jobs import TimedNote
 
 SECOND = 1_000_000_000

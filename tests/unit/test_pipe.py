@@ -13,6 +13,15 @@ import anyio
 import pytest
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import (
+    Entry,
+    EntryKind,
+    Failure,
+    JobId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.messages import (
     Assign,
     Ping,
@@ -22,15 +31,6 @@ from elastic.core.messages import (
     Stop,
     Warm,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    Entry,
-    EntryKind,
-    Failure,
-    JobId,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
 )
 from elastic.errors import PeerError, Unavailable
 from elastic.wire.async_pipe import BACKLOG_BYTES_MAX, AsyncPipe

@@ -9,10 +9,10 @@ import pytest
 
 from elastic.core.config import JobSpec, ns
 from elastic.core.events.worker import GroupFormed, NotifyPreemption
+from elastic.core.facts import JobId, JobPhase, LeavingNode, NodeId
 from elastic.core.messages import Preemption
 from elastic.core.policy.preemption import save_before
 from elastic.core.records import JobRecord
-from elastic.core.world import JobId, JobPhase, LeavingNode, NodeId
 from elastic.errors import ConfigError, ControllerError, PreemptionError
 from elastic.train.failures import failed_on_cluster
 from tests.strategies import SCRIPT

@@ -12,6 +12,7 @@ import pytest
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import ActivitySampled
+from elastic.core.facts import Generation, WorkerId
 from elastic.core.machine.worker_pulse import POLL_NS, ActivityMonitor, PulseState
 from elastic.core.policy.hang import (
     FIRST_TIMES,
@@ -21,7 +22,6 @@ from elastic.core.policy.hang import (
     WatchedMember,
     judge,
 )
-from elastic.core.world import Generation, WorkerId
 from elastic.worker.base.activity import Activity
 from elastic.worker.group import collective_watch
 from elastic.worker.group.collective_watch import BlockedKind, CollectiveWatch

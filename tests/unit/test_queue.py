@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import JobId, NodeId, Resources, Strategy, WorkerId
 from elastic.core.policy.demands import Demand
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.policy.queue import decide
-from elastic.core.world import JobId, NodeId, Resources, Strategy, WorkerId
 from tests.strategies import SCRIPT
 
 GPU = Resources.of({"GPU": 1})

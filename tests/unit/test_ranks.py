@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.core.facts import NodeId, WorkerId
 from elastic.core.policy.ranks import RankPlace, assign_ranks
-from elastic.core.world import NodeId, WorkerId
 from elastic.errors import InvariantViolation
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from elastic.agent.link_prober import LinkProber
 from elastic.core.events.agent import LinksProbed
+from elastic.core.facts import JobId, NodeId
 from elastic.core.messages import Link, LinksTried, TryLinks
-from elastic.core.world import JobId, NodeId
 
 pytestmark = pytest.mark.anyio
 JOB = JobId("a")

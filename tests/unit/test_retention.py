@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from elastic.core.facts import CheckpointRecord, CheckpointStatus, ReportKind
 from elastic.core.policy.retention import keep
-from elastic.core.world import CheckpointRecord, CheckpointStatus, ReportKind
 
 
 def records(*metrics: Any) -> list[CheckpointRecord]:

@@ -26,7 +26,7 @@ from elastic.client.torchrun import (
     size_here,
     size_on,
 )
-from elastic.core.world import EntryKind, Node, NodeId, Resources, Strategy
+from elastic.core.facts import EntryKind, Node, NodeId, Resources, Strategy
 from elastic.errors import ConfigError, UsageError
 
 NOBODY = "127.0.0.1:1"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from elastic.client.stacks import Dump, grouped, last_dump
-from elastic.core.world import WorkerId
+from elastic.core.facts import WorkerId
 from elastic.storage.events import NAME, EventsFile, read_events
 from elastic.storage.files import Files
 

@@ -8,8 +8,8 @@ from elastic.coord.run_history import RunHistory
 from elastic.coord.sessions import Sessions
 from elastic.coord.watchers import Watchers
 from elastic.core.events.shared import Note
+from elastic.core.facts import JobId, Member, NodeId, WorkerId
 from elastic.core.messages import RunEvents
-from elastic.core.world import JobId, Member, NodeId, WorkerId
 from elastic.runtime.clock import SystemClock
 
 JOB = JobId("j1")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic.core.events.worker import CheckpointWritten
-from elastic.core.world import RefusalCode
+from elastic.core.facts import RefusalCode
 from elastic.storage.marker import MARKER
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
 from elastic.worker.engine import state_restore as restoring

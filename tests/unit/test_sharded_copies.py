@@ -9,10 +9,10 @@ import pytest
 
 from elastic.agent.copy_store import SLOTS, SOURCES_MAX, CopyStore
 from elastic.core.copy_messages import CopiesHeld, CopyFailed, DropCopy, KeepCopy, Replicate
+from elastic.core.facts import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerId, WorkerPhase
 from elastic.core.policy import replication
 from elastic.core.policy.replication import CopyMode
 from elastic.core.policy.shares import RowRange
-from elastic.core.world import SNAPSHOT_SLOTS, HeldCopy, JobId, NodeId, WorkerId, WorkerPhase
 from elastic.errors import Refused
 from elastic.runtime.snapshot_memory import SnapshotMark, set_arrived, set_copying
 from elastic.worker.checkpoint.replication_progress import ReplicationProgress

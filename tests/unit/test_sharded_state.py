@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from elastic.core.world import JobId
+from elastic.core.facts import JobId
 from elastic.errors import UsageError
 from elastic.storage.verify import verify
 from elastic.worker.checkpoint import snapshot_copier

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from elastic.core.world import Assignment, JobId, WorkerId
+from elastic.core.facts import Assignment, JobId, WorkerId
 from elastic.errors import StorageNotShared
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.checkpoint import shared_storage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from elastic.core.config import AgentConfig
+from elastic.core.facts import Assignment, WorkerPhase
 from elastic.core.messages import Announce, LeaveGroup, Progress, Pulse, Welcome, WorkerUpdate
 from elastic.core.policy.pacing import telemetry_every_ns, telemetry_offset_ns
-from elastic.core.world import Assignment, WorkerPhase
 from tests.unit.agent_under_test import JOB, W1, Agent, S, reconnect, reported_by, with_worker
 
 MEMBER_NS = 100_000

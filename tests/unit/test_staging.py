@@ -24,9 +24,9 @@ from elastic.core.events.coordinator import (
     StopRequested,
     SubmitRequested,
 )
+from elastic.core.facts import JobId, JobPhase, Member
 from elastic.core.records import JobRecord
 from elastic.core.view import ClusterView, JobSample, JobView
-from elastic.core.world import JobId, JobPhase, Member
 from elastic.errors import Fenced, Refused, StoreUnavailable, Unavailable
 from elastic.runtime.clock import SystemClock
 from elastic.store.interface import CommitResult, Compare, Put, Write

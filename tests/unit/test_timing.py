@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import WorkerId
 from elastic.core.messages import Progress
 from elastic.core.telemetry import CHECKPOINT_STALL, DATA_WAIT, USER, Goodput, Telemetry
-from elastic.core.world import WorkerId
 from elastic.worker.base.timing import COMPUTE, SILENCE_NS, Timing
 
 

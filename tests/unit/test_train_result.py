@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.core.records import JobRecord
-from elastic.core.world import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.errors import UsageError
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory

@@ -13,7 +13,7 @@ import elastic.client.jobs
 import elastic.train.cluster
 from elastic import data, train
 from elastic.client.embedded import ClusterConnection
-from elastic.core.world import JobId, Node, NodeId, Resources
+from elastic.core.facts import JobId, Node, NodeId, Resources
 from elastic.errors import Refused, UsageError
 from elastic.train.torch import TorchTrainer
 

@@ -6,6 +6,13 @@ from enum import Enum
 
 import pytest
 
+from elastic.core.facts import (
+    Entry,
+    EntryKind,
+    JobPhase,
+    NodePhase,
+    WorkerPhase,
+)
 from elastic.core.machine import transitions
 from elastic.core.machine.event_history import brief
 from elastic.core.machine.transitions import (
@@ -22,13 +29,6 @@ from elastic.core.machine.transitions import (
     TransitionTable,
     check_move,
     render,
-)
-from elastic.core.world import (
-    Entry,
-    EntryKind,
-    JobPhase,
-    NodePhase,
-    WorkerPhase,
 )
 from elastic.errors import InvariantViolation
 

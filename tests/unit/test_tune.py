@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from elastic import train, tune
 from elastic.client.cli import main
 from elastic.core.events.shared import Note
+from elastic.core.facts import Failure, JobPhase, Node, NodeId, NodePhase, Resources
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.tuning import decision as tuning
 from elastic.core.study import LoggedConfig, TrialAttempt, TrialState
 from elastic.core.view import NodeView
-from elastic.core.world import Failure, JobPhase, Node, NodeId, NodePhase, Resources
 from elastic.data import from_items
 from elastic.errors import ConfigError, UsageError
 from elastic.storage.metrics import Numbering

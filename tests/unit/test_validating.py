@@ -15,7 +15,7 @@ import pytest
 from elastic.agent.kernel import DEAD, process_state
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import Validated
-from elastic.core.world import CheckpointStatus, JobId, ReportKind
+from elastic.core.facts import CheckpointStatus, JobId, ReportKind
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.mailboxes import ReportAnswer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.core.events.worker import LoopStateChanged, ResolveReport, TrainLeft, Validated
-from elastic.core.world import (
+from elastic.core.facts import (
     CheckpointRecord,
     CheckpointStatus,
     RefusalCode,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.core.events.worker import Validated
-from elastic.core.world import JobId, ReportKind
+from elastic.core.facts import JobId, ReportKind
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.mailboxes import ReportAnswer
 from elastic.worker.checkpoint.validating import ValidationPlan, Validator

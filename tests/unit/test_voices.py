@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.client.output_router import ALL, LogOptions, OutputRouter
-from elastic.core.world import Group, Member, NodeId, WorkerId
+from elastic.core.facts import Group, Member, NodeId, WorkerId
 from elastic.errors import StorageError
 from elastic.wire.codec_jobs import LogChunk
 

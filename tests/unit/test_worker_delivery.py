@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic.core.world import JobId
+from elastic.core.facts import JobId
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.marker import CheckpointMarker, StoredFile

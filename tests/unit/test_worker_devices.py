@@ -7,8 +7,8 @@ import torch
 
 from elastic.core.config import VIRTUAL_LOCAL_RANK, JobSpec
 from elastic.core.events.agent import ProcessExited
+from elastic.core.facts import Assignment, Entry, EntryKind, JobId, Resources, WorkerId
 from elastic.core.messages import Assign, StartWorker
-from elastic.core.world import Assignment, Entry, EntryKind, JobId, Resources, WorkerId
 from elastic.worker.process.devices import VisibleDevices
 from tests.unit.agent_under_test import KILLED, W1, W2, W3, Agent, announce, spec, with_spare
 

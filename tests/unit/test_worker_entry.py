@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic.core.world import Entry, EntryKind
+from elastic.core.facts import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.train.torch import TorchTrainer
 from elastic.wire.codec_jobs import submit_request
@@ -195,7 +195,7 @@ sys.exit(0)
 """
 RUNS = """
 import contextlib, sys
-from elastic.core.world import Entry, EntryKind
+from elastic.core.facts import Entry, EntryKind
 from elastic.worker.process import entry
 script, out = sys.argv[1:]
 with contextlib.suppress(SystemExit):

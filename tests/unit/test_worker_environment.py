@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import Assignment, Entry, EntryKind, JobId, WorkerId
 from elastic.core.messages import Assign
-from elastic.core.world import Assignment, Entry, EntryKind, JobId, WorkerId
 from elastic.worker.process import environment
 
 ASSIGNMENT = Assignment(

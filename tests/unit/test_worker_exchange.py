@@ -12,8 +12,8 @@ from elastic.core.events.worker import (
     RequestLeave,
     ResolveReport,
 )
+from elastic.core.facts import LeavingNode, NodeId, ReportKind, WorkerId
 from elastic.core.messages import Progress
-from elastic.core.world import LeavingNode, NodeId, ReportKind, WorkerId
 from elastic.worker.base.mailboxes import Mailboxes
 from elastic.worker.base.timing import INTERVAL_NS, Timing
 from tests.patience import DEADLINE_S

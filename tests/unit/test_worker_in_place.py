@@ -9,8 +9,8 @@ from elastic.core.events.worker import (
     TrainLeft,
     WorkerEffect,
 )
+from elastic.core.facts import WorkerPhase
 from elastic.core.messages import WorkerUpdate
-from elastic.core.world import WorkerPhase
 from tests.unit.worker_under_test import announce, assignment, training
 
 

@@ -22,9 +22,9 @@ from elastic.core.events.worker import (
     TrainLeft,
     TrainRaised,
 )
+from elastic.core.facts import Failure, LeavingNode, NodeId
 from elastic.core.machine.worker import END_NS
 from elastic.core.messages import Preemption, Stop
-from elastic.core.world import Failure, LeavingNode, NodeId
 from elastic.errors import InvariantViolation
 from tests.unit.worker_under_test import (
     EVERYWHERE,

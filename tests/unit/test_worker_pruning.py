@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastic.core.config import JobSpec
-from elastic.core.world import JobId
+from elastic.core.facts import JobId
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunRecord, write_run

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import RequestLeave, UserReported, WorkerEvent
+from elastic.core.facts import Generation, JobId, ReportKind
 from elastic.core.messages import Progress
-from elastic.core.world import Generation, JobId, ReportKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files

@@ -17,15 +17,7 @@ from elastic.core.events.worker import (
     WorkerEffect,
     WorkerEvent,
 )
-from elastic.core.machine.worker import WorkerMachine
-from elastic.core.messages import (
-    Announce,
-    Assign,
-    LeaveGroup,
-    PipeToWorker,
-    WorkerUpdate,
-)
-from elastic.core.world import (
+from elastic.core.facts import (
     Assignment,
     Entry,
     EntryKind,
@@ -33,6 +25,14 @@ from elastic.core.world import (
     WorkerId,
     WorkerPhase,
     WorkerReport,
+)
+from elastic.core.machine.worker import WorkerMachine
+from elastic.core.messages import (
+    Announce,
+    Assign,
+    LeaveGroup,
+    PipeToWorker,
+    WorkerUpdate,
 )
 
 ME = WorkerId("a/1")

@@ -22,8 +22,8 @@ import socket
 import subprocess
 import sys
 
+from elastic.core.facts import WorkerPhase, WorkerReport
 from elastic.core.messages import Assign, Ping, Pong, Stop, Warm, WorkerUpdate
-from elastic.core.world import WorkerPhase, WorkerReport
 from elastic.wire.pipe import Pipe
 
 PR_SET_PDEATHSIG = 1

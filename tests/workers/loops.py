@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from elastic import train
 from elastic.core.events.worker import RequestLeave
-from elastic.core.world import Generation
+from elastic.core.facts import Generation
 from elastic.train.session import require_engine
 from elastic.train.torch import (
     prepare_data_loader,

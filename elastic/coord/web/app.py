@@ -42,8 +42,8 @@ from elastic.coord.web.output import newest_lines, output_stream
 from elastic.coord.web.pages import document, front_page, job_page, log_page, plain_page
 from elastic.coord.web.parts import Changes, Page
 from elastic.coord.web.studies import Studies
+from elastic.core.facts import JobId
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import JobId
 from elastic.errors import ElasticError, NotFound
 from elastic.runtime.exposition import CONTENT_TYPE, Histogram
 from elastic.version import __version__

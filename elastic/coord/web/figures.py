@@ -11,8 +11,8 @@ from elastic.client.text_format import world_size
 from elastic.coord.history import History
 from elastic.coord.server_context import ServiceContext
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import JobPhase, NodePhase
 from elastic.core.view import ClusterView, JobView
-from elastic.core.world import JobPhase, NodePhase
 from elastic.runtime import exposition as text
 from elastic.runtime.exposition import Family, Histogram
 

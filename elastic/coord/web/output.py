@@ -16,7 +16,7 @@ from elastic.coord.server_context import ServiceContext
 from elastic.coord.server_jobs import LogRequest
 from elastic.coord.web.html import clean_output
 from elastic.core.config import NS_PER_S
-from elastic.core.world import JobId, WorkerId
+from elastic.core.facts import JobId, WorkerId
 
 TAIL_LINES = 200
 TAIL_WAIT_S = 3.0

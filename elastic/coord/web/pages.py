@@ -23,8 +23,8 @@ from elastic.coord.web.output import Line, head
 from elastic.coord.web.parts import Page, Part, moment, number, pill, row, table
 from elastic.coord.web.spent import ROWS_MAX, goodput_bar, goodput_text, pace_facts, worker_rows
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import NodeId, NodePhase, WorkerId, WorkerPhase
 from elastic.core.view import ClusterView, JobView, NodeView, WorkerView
-from elastic.core.world import NodeId, NodePhase, WorkerId, WorkerPhase
 from elastic.wire.codec_jobs import TimedNote
 
 ENDED_SHOWN = 50

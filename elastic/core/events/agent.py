@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 from elastic.core.copy_messages import CopyOrder
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import (
+    Entry,
+    ExitCause,
+    HeldCopy,
+    JobId,
+    NodeId,
+    SessionId,
+)
 from elastic.core.messages import (
     AgentMessage,
     Assign,
@@ -14,14 +22,6 @@ from elastic.core.messages import (
     PipeToAgent,
     PipeToWorker,
     TryLinks,
-)
-from elastic.core.world import (
-    Entry,
-    ExitCause,
-    HeldCopy,
-    JobId,
-    NodeId,
-    SessionId,
 )
 
 

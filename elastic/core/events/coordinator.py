@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
 from elastic.core.events.shared import Note, Tick
+from elastic.core.facts import JobId, NodeId, SessionId
 from elastic.core.messages import (
     AgentMessage,
     CoordinatorMessage,
     Hello,
 )
 from elastic.core.records import JobRecord, NodesRecord
-from elastic.core.world import JobId, NodeId, SessionId
 
 
 @dataclass(frozen=True)

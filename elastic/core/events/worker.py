@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.core.events.shared import Note, Tick
-from elastic.core.messages import (
-    Assign,
-    PipeToAgent,
-    PipeToWorker,
-)
-from elastic.core.world import (
+from elastic.core.facts import (
     Assignment,
     CheckpointStatus,
     CollectiveCount,
@@ -19,6 +14,11 @@ from elastic.core.world import (
     LeavingNode,
     RefusalCode,
     ReportKind,
+)
+from elastic.core.messages import (
+    Assign,
+    PipeToAgent,
+    PipeToWorker,
 )
 
 

@@ -30,6 +30,7 @@ from elastic.core.events.agent import (
     SpawnFailed,
 )
 from elastic.core.events.shared import Tick
+from elastic.core.facts import ExitCause, ExitKind, Node
 from elastic.core.machine import agent_orders
 from elastic.core.machine.agent_departure import EXIT_DRAINED
 from elastic.core.machine.agent_parts import AgentBooks
@@ -52,7 +53,6 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.policy.failure import describe
-from elastic.core.world import ExitCause, ExitKind, Node
 from elastic.errors import InvariantViolation, check
 
 OVER = ExitCause(ExitKind.STOPPED, detail="its group is over; its script runs in a new process")

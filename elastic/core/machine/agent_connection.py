@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from elastic.core.config import AgentConfig, ns
 from elastic.core.events.agent import AgentEffect, Connect, Disconnect, SendCoordinator
+from elastic.core.facts import Generation, Node, ReportKind, SessionId, WorkerId
 from elastic.core.machine.event_history import note
 from elastic.core.machine.transitions import CONNECTION, ConnectionPhase, check_move
 from elastic.core.messages import (
@@ -22,7 +23,6 @@ from elastic.core.messages import (
     Welcome,
     is_metrics,
 )
-from elastic.core.world import Generation, Node, ReportKind, SessionId, WorkerId
 
 REPORTS_KEPT_MAX = 20_000
 """Unacknowledged reports that are kept; beyond it the oldest without a checkpoint is dropped."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from elastic.core.config import ns
 from elastic.core.copy_messages import DropCopy
 from elastic.core.events.agent import AgentEffect, HandleCopy
-from elastic.core.world import HeldCopy
+from elastic.core.facts import HeldCopy
 
 ORPHANED_S = 600.0
 """How long copies are held without a coordinator: longer than its upgrade takes."""

@@ -16,6 +16,16 @@ from elastic.core.events.coordinator import (
     CloseSession,
     SendAgent,
 )
+from elastic.core.facts import (
+    ExitCause,
+    ExitKind,
+    Failure,
+    JobPhase,
+    NodePhase,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine import (
     copies,
     health,
@@ -50,16 +60,6 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.policy import failure as failure_policy
-from elastic.core.world import (
-    ExitCause,
-    ExitKind,
-    Failure,
-    JobPhase,
-    NodePhase,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
-)
 
 # ---------------------------------------------------------------- connections
 

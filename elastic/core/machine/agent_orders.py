@@ -10,6 +10,17 @@ from dataclasses import replace
 
 from elastic.core.copy_messages import DropCopy, KeepCopy, Replicate
 from elastic.core.events.agent import HandleCopy, ProbeLinks, ShowStacks
+from elastic.core.facts import (
+    MILLI,
+    NO_GENERATION,
+    ExitCause,
+    ExitKind,
+    Generation,
+    JobId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine.agent_departure import EXIT_DRAINED, EXIT_REFUSED
 from elastic.core.machine.agent_parts import AgentBooks
 from elastic.core.machine.agent_workers import ENDED_ITSELF, GPU
@@ -36,17 +47,6 @@ from elastic.core.messages import (
     TryLinks,
     Welcome,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    MILLI,
-    NO_GENERATION,
-    ExitCause,
-    ExitKind,
-    Generation,
-    JobId,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
 )
 
 

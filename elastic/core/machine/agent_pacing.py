@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.core.config import AgentConfig, ns
+from elastic.core.facts import Assignment, Generation, WorkerId, WorkerPhase, WorkerReport
 from elastic.core.messages import LeaveGroup, Progress
 from elastic.core.policy.pacing import answer_after_ns, telemetry_every_ns, telemetry_offset_ns
-from elastic.core.world import Assignment, Generation, WorkerId, WorkerPhase, WorkerReport
 
 
 @dataclass

@@ -10,6 +10,15 @@ from dataclasses import replace
 from elastic.core.config import AgentConfig
 from elastic.core.copy_messages import CopiesHeld, CopyFailed
 from elastic.core.events.agent import AgentEffect
+from elastic.core.facts import (
+    MILLI,
+    ExitCause,
+    ExitKind,
+    Node,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine.agent_connection import Connection, UnacknowledgedReports
 from elastic.core.machine.agent_copies import HeldCopies
 from elastic.core.machine.agent_departure import Departure
@@ -27,15 +36,6 @@ from elastic.core.messages import (
     Reported,
     Stop,
     WorkerUpdate,
-)
-from elastic.core.world import (
-    MILLI,
-    ExitCause,
-    ExitKind,
-    Node,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
 )
 from elastic.errors import check
 

@@ -12,12 +12,12 @@ from enum import Enum, auto
 
 from elastic.core.config import AgentConfig, JobSpec, ns
 from elastic.core.events.agent import ANY_JOB, AgentEffect, Kill, OpenLog, SendProcess, Spawn
+from elastic.core.facts import EntryKind, ExitCause, ExitKind, JobId, WorkerId
 from elastic.core.machine.event_history import note
 from elastic.core.machine.transitions import PROCESS, ProcessPhase, check_move
 from elastic.core.messages import Assign, Ping, PipeToWorker, Pong, Stop
 from elastic.core.policy.failure import STOPPED, describe
 from elastic.core.policy.hang import FIRST_TIMES
-from elastic.core.world import EntryKind, ExitCause, ExitKind, JobId, WorkerId
 
 WARM_UP_S_MAX = 300.0
 """A spare that has not imported torch by then never will; a cold network disk needs a minute."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elastic.core.config import JobSpec
-from elastic.core.machine.transitions import WORKER_SEEN, check_move
-from elastic.core.machine.worker import NO_RESULT
-from elastic.core.messages import Announce, Assign, LeaveGroup, StartWorker
-from elastic.core.world import (
+from elastic.core.facts import (
     MILLI,
     NO_GENERATION,
     EntryKind,
@@ -24,6 +21,9 @@ from elastic.core.world import (
     WorkerPhase,
     WorkerReport,
 )
+from elastic.core.machine.transitions import WORKER_SEEN, check_move
+from elastic.core.machine.worker import NO_RESULT
+from elastic.core.messages import Announce, Assign, LeaveGroup, StartWorker
 
 ENDED_ITSELF = ExitCause(ExitKind.STOPPED, detail="its script had ended its process")
 GPU = "GPU"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from elastic.core.facts import Assignment, WorkerId, WorkerPhase
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup
 from elastic.core.policy import replication
 from elastic.core.policy.ranks import RankPlace
-from elastic.core.world import Assignment, WorkerId, WorkerPhase
 from elastic.errors import InvariantViolation
 
 EACH = -1

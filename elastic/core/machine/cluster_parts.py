@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic.core.facts import JobId, NodeId
 from elastic.core.policy.demands import Allocation
-from elastic.core.world import JobId, NodeId
 
 NUMBERS_PER_TERM = 1_000_000
 """Worker n1/2000007 is the seventh that node n1 started under the third coordinator, and checkpoint

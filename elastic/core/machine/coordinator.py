@@ -32,6 +32,7 @@ from elastic.core.events.coordinator import (
     WokeFromSuspend,
 )
 from elastic.core.events.shared import Tick
+from elastic.core.facts import ENDED, JobId, JobPhase, Member, Node, NodeId, NodePhase
 from elastic.core.machine import (
     agent_messages,
     health,
@@ -54,7 +55,6 @@ from elastic.core.machine.restoring import restore
 from elastic.core.messages import ProbeAck, Progress, Pulse
 from elastic.core.policy import placement
 from elastic.core.view import ClusterView, JobSample
-from elastic.core.world import ENDED, JobId, JobPhase, Member, Node, NodeId, NodePhase
 from elastic.errors import InvariantViolation, check
 
 HOLD_AFTER_RESTART_S = 2.0

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from elastic.core.config import ns
 from elastic.core.copy_messages import CopyFailed, DropCopy, KeepCopy, Replicate
+from elastic.core.facts import ALL_ALIKE, NO_GENERATION, HeldCopy, JobId, NodeId, zone_of
 from elastic.core.machine.copy_book import PlacedCopyOrder
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import replication
 from elastic.core.policy.replication import NO_NODE, CopyCandidate
-from elastic.core.world import ALL_ALIKE, NO_GENERATION, HeldCopy, JobId, NodeId, zone_of
 
 REFUSED_S = 30.0
 """How long a node that could not receive a copy is not chosen again."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elastic.core.copy_messages import Replicate
+from elastic.core.facts import Generation, NodeId, SessionId
 from elastic.core.policy.replication import NO_COPY
 from elastic.core.view import CopyView
-from elastic.core.world import Generation, NodeId, SessionId
 
 
 class PlacedCopyOrder(NamedTuple):

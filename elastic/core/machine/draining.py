@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic.core.facts import LeavingNode, NodeId, WorkerId
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.messages import Preemption
 from elastic.core.policy import membership
 from elastic.core.policy import preemption as policy
 from elastic.core.policy.decision import Decision
-from elastic.core.world import LeavingNode, NodeId, WorkerId
 
 
 def nodes_of(cluster: ClusterState, job: JobState) -> list[NodeState]:

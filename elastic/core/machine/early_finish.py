@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from enum import Enum
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import Failure, WorkerPhase
 from elastic.core.machine import draining, timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import failure as failure_policy
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Failure, WorkerPhase
 
 LOSS_NS = 2 * NS_PER_S
 """The loss of a silently dead node is detected within this: until then it may be the cause that

@@ -8,10 +8,10 @@ restart of the coordinator.
 from __future__ import annotations
 
 from elastic.core.config import ns
+from elastic.core.facts import ExitCause
 from elastic.core.machine.jobs import ClusterState
 from elastic.core.machine.nodes import NodeFaults, NodeState
 from elastic.core.policy import health as policy
-from elastic.core.world import ExitCause
 
 FAULTS_KEPT = 100
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from itertools import islice
 
+from elastic.core.facts import JobPhase
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import LIVE
-from elastic.core.world import JobPhase
 from elastic.errors import check
 
 SESSIONS_PER_STEP = 256

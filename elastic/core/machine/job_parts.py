@@ -9,11 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elastic.core.machine.transitions import GROUP, RELEASE, GroupPhase, ReleasePhase, check_move
-from elastic.core.policy.failure import FailureHistory
-from elastic.core.policy.ranks import RankPlace
-from elastic.core.records import FormerWorker, RankFailure
-from elastic.core.world import (
+from elastic.core.facts import (
     NO_GENERATION,
     CheckpointRecord,
     Failure,
@@ -21,6 +17,10 @@ from elastic.core.world import (
     Group,
     WorkerId,
 )
+from elastic.core.machine.transitions import GROUP, RELEASE, GroupPhase, ReleasePhase, check_move
+from elastic.core.policy.failure import FailureHistory
+from elastic.core.policy.ranks import RankPlace
+from elastic.core.records import FormerWorker, RankFailure
 
 RANK_FAILURES_MAX = 16
 """Per job: each may have a traceback of 32,000 characters, and the record is written whole."""

@@ -10,6 +10,19 @@ from dataclasses import dataclass, field, replace
 
 from elastic.core.config import CoordinatorConfig, JobSpec
 from elastic.core.events.coordinator import CoordinatorEffect, Persist, SendAgent
+from elastic.core.facts import (
+    ENDED,
+    NO_GENERATION,
+    ExitCause,
+    Generation,
+    JobId,
+    JobPhase,
+    Member,
+    NodeId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine.cluster_parts import ProbeBook, QueuePlan, Term
 from elastic.core.machine.copy_book import CopyBook
 from elastic.core.machine.event_history import note
@@ -34,19 +47,6 @@ from elastic.core.policy.ranks import RankPlace, assign_ranks
 from elastic.core.records import FORMER_MAX, FormerWorker, JobRecord
 from elastic.core.telemetry import START, Telemetry
 from elastic.core.view import JobSample, JobView, WorkerView, first_reported
-from elastic.core.world import (
-    ENDED,
-    NO_GENERATION,
-    ExitCause,
-    Generation,
-    JobId,
-    JobPhase,
-    Member,
-    NodeId,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
-)
 
 
 @dataclass

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic.core.facts import NodeId
 from elastic.core.policy.node_links import Pair
-from elastic.core.world import NodeId
 
 
 @dataclass

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import Counter
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import NodeId
 from elastic.core.machine import timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import PRESENT, NodeState
 from elastic.core.messages import Link, LinksTried, TryLinks
 from elastic.core.policy import node_links as policy
-from elastic.core.world import NodeId
 
 AFTER_NS = 3 * NS_PER_S
 """The links of a group without progress are probed after this."""

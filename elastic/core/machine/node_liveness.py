@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.events.coordinator import WokeFromSuspend
+from elastic.core.facts import NodePhase, WorkerPhase
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.world import NodePhase, WorkerPhase
 
 WAKING_S = 2.0
 """A stream that ends so soon after a suspend of this coordinator has ended because of it."""

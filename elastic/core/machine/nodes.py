@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import ns
+from elastic.core.facts import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
 from elastic.core.machine.transitions import NODE, check_move
 from elastic.core.policy.packing import NodeCapacity
 from elastic.core.policy.placement import NodeOffer
 from elastic.core.records import Cordon, NodesRecord
 from elastic.core.view import NodeView
-from elastic.core.world import JobId, Node, NodeId, NodePhase, Resources, SessionId, WorkerId
 
 LIVE = (NodePhase.READY, NodePhase.DRAINING)
 PRESENT = (*LIVE, NodePhase.DISCONNECTED)

@@ -14,6 +14,7 @@ them can, so that none leaves for nothing.
 from __future__ import annotations
 
 from elastic.core.config import ns
+from elastic.core.facts import ExitCause, ExitKind, JobPhase, WorkerPhase
 from elastic.core.machine import reconcile, saves
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.transitions import ReleasePhase
@@ -21,7 +22,6 @@ from elastic.core.policy import eviction
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.eviction import EvictionSave
 from elastic.core.policy.membership import GroupAction, GroupPlan
-from elastic.core.world import ExitCause, ExitKind, JobPhase, WorkerPhase
 
 
 def advance(cluster: ClusterState, job: JobState) -> None:

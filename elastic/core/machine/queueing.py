@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from elastic.core.facts import JobId, NodeId, Strategy, WorkerId, WorkerPhase
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.policy import eviction, placement, queue
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import NAMED_MAX, Allocation, Demand, listed
 from elastic.core.policy.packing import NodeCapacity
-from elastic.core.world import JobId, NodeId, Strategy, WorkerId, WorkerPhase
 
 
 def plan(cluster: ClusterState) -> None:

@@ -12,6 +12,20 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core.config import ns
+from elastic.core.facts import (
+    NO_GENERATION,
+    ExitCause,
+    ExitKind,
+    Generation,
+    Group,
+    JobId,
+    JobPhase,
+    Member,
+    NodeId,
+    WorkerId,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine import (
     announcing,
     copies,
@@ -33,20 +47,6 @@ from elastic.core.policy.membership import GroupAction, GroupPlan
 from elastic.core.policy.pacing import forming_is_long_after_ns
 from elastic.core.policy.ranks import assign_ranks
 from elastic.core.telemetry import Telemetry
-from elastic.core.world import (
-    NO_GENERATION,
-    ExitCause,
-    ExitKind,
-    Generation,
-    Group,
-    JobId,
-    JobPhase,
-    Member,
-    NodeId,
-    WorkerId,
-    WorkerPhase,
-    WorkerReport,
-)
 from elastic.errors import check
 
 ROUNDS_MAX = 8

@@ -6,12 +6,12 @@ at its deadline in any case.
 
 from __future__ import annotations
 
+from elastic.core.facts import JobId, NodePhase
 from elastic.core.machine import copies
 from elastic.core.machine.agent_messages import lose_node_workers
 from elastic.core.machine.jobs import ClusterState
 from elastic.core.machine.nodes import NodeState
 from elastic.core.messages import Release
-from elastic.core.world import JobId, NodePhase
 
 
 def settle_nodes(cluster: ClusterState) -> None:

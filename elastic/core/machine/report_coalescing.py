@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import NO_GENERATION, WorkerId, WorkerPhase, WorkerReport
 from elastic.core.machine.job_parts import ReportWave, WaveKind
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.policy.membership import FORMABLE_PHASES
-from elastic.core.world import NO_GENERATION, WorkerId, WorkerPhase, WorkerReport
 
 POLL_NS, POLL_NS_PER_WORKER = NS_PER_S // 10, 50_000
 """Longest delay of a wave's reports, the larger of the two: half a second with ten thousand."""

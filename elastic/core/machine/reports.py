@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.machine import saves
-from elastic.core.machine.job_parts import Interruption
-from elastic.core.machine.jobs import ClusterState, JobState
-from elastic.core.machine.reconcile import forgive
-from elastic.core.messages import Progress, Report, ReportAck, is_metrics
-from elastic.core.policy import retention
-from elastic.core.world import (
+from elastic.core.facts import (
     CheckpointRecord,
     CheckpointStatus,
     RefusalCode,
     ReportKind,
     SessionId,
 )
+from elastic.core.machine import saves
+from elastic.core.machine.job_parts import Interruption
+from elastic.core.machine.jobs import ClusterState, JobState
+from elastic.core.machine.reconcile import forgive
+from elastic.core.messages import Progress, Report, ReportAck, is_metrics
+from elastic.core.policy import retention
 
 
 def take_report(cluster: ClusterState, session: SessionId, report: Report) -> None:

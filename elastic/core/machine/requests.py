@@ -14,11 +14,11 @@ from elastic.core.events.coordinator import (
     ScaleRequested,
     StopRequested,
 )
+from elastic.core.facts import JobPhase
 from elastic.core.machine import health, reconcile
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.policy import scaling
 from elastic.core.policy.scaling import JobBounds, StepShares
-from elastic.core.world import JobPhase
 
 CORDONS_BYTES_MAX = 512 * 1024
 """They are one record, and a store takes no more than 1 MiB in a commit."""

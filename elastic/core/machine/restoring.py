@@ -6,6 +6,7 @@ count from now.
 
 from __future__ import annotations
 
+from elastic.core.facts import NO_GENERATION, JobPhase
 from elastic.core.machine.job_parts import (
     Growth,
     JobOutcome,
@@ -21,7 +22,6 @@ from elastic.core.machine.transitions import GroupPhase, ReleasePhase
 from elastic.core.policy.failure import FailureHistory
 from elastic.core.policy.goodput import Ledger
 from elastic.core.records import JobRecord
-from elastic.core.world import NO_GENERATION, JobPhase
 
 
 def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) -> JobState:

@@ -8,11 +8,11 @@ the request; one that is served days later would be useless.
 from __future__ import annotations
 
 from elastic.core.events.coordinator import CheckpointRequested, Reply
+from elastic.core.facts import JobPhase
 from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.transitions import ReleasePhase
 from elastic.core.messages import SaveState
-from elastic.core.world import JobPhase
 
 
 def on_requested(cluster: ClusterState, event: CheckpointRequested) -> None:

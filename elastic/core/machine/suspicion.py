@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
+from elastic.core.facts import ExitCause, ExitKind, WorkerPhase
 from elastic.core.machine import node_links, timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
@@ -21,7 +22,6 @@ from elastic.core.messages import Probe, Pulse
 from elastic.core.policy import hang
 from elastic.core.policy.hang import MainThreadState, WatchedMember
 from elastic.core.policy.pacing import forming_is_long_after_ns
-from elastic.core.world import ExitCause, ExitKind, WorkerPhase
 
 POLL_NS = NS_PER_S // 10
 QUIET_NS = NS_PER_S // 2

@@ -6,12 +6,12 @@ Rule: the time of a member that waits for others does not count; it counts for t
 from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
+from elastic.core.facts import WorkerPhase
 from elastic.core.machine.announcing import send_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.transitions import GroupPhase
 from elastic.core.messages import DumpStacks
 from elastic.core.policy.pacing import forming_is_long_after_ns
-from elastic.core.world import WorkerPhase
 
 DUMP_NS = 3 * NS_PER_S // 10
 """Between the request for stacks and the kill: writing them takes some milliseconds, more on a

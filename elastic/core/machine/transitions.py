@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from elastic.core.world import JobPhase, NodePhase, WorkerPhase
+from elastic.core.facts import JobPhase, NodePhase, WorkerPhase
 from elastic.errors import InvariantViolation
 
 Phase = TypeVar("Phase", bound=Enum)

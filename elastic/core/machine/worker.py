@@ -42,6 +42,14 @@ from elastic.core.events.worker import (
     WorkerEffect,
     WorkerEvent,
 )
+from elastic.core.facts import (
+    NO_GENERATION,
+    Assignment,
+    Failure,
+    Generation,
+    WorkerPhase,
+    WorkerReport,
+)
 from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
 from elastic.core.machine.worker_parts import GroupOrders, LoopState, MemberState
@@ -64,14 +72,6 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.policy.failure import TERMINATED
-from elastic.core.world import (
-    NO_GENERATION,
-    Assignment,
-    Failure,
-    Generation,
-    WorkerPhase,
-    WorkerReport,
-)
 from elastic.errors import InvariantViolation, check
 
 EXIT_DONE = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.core.events.worker import CopiesRequested, LoopStateChanged, MicroBatchesDeclared
+from elastic.core.facts import NO_GENERATION, Assignment, Generation
 from elastic.core.machine.worker_reports import ReportBook
 from elastic.core.messages import LeaveGroup, SaveState
-from elastic.core.world import NO_GENERATION, Assignment, Generation
 
 NO_COPIES = CopiesRequested(0)
 

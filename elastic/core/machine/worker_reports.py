@@ -14,8 +14,8 @@ from elastic.core.events.worker import (
     UserReported,
     Validated,
 )
+from elastic.core.facts import Generation, RefusalCode, ReportKind
 from elastic.core.messages import Assign, Report, ReportAck
-from elastic.core.world import Generation, RefusalCode, ReportKind
 
 Reporting = UserReported | CheckpointWritten | Validated
 

@@ -9,8 +9,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import JobId, NodeId, WorkerId
 from elastic.core.policy.packing import WorkerPlacer
-from elastic.core.world import JobId, NodeId, WorkerId
 
 HeldSlot = tuple[WorkerId, NodeId]
 NAMED_MAX = 3

@@ -21,8 +21,8 @@ import signal
 from dataclasses import dataclass
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
+from elastic.core.facts import ExitCause, ExitKind, Failure
 from elastic.core.policy.decision import Decision
-from elastic.core.world import ExitCause, ExitKind, Failure
 from elastic.errors import StorageNotShared
 
 CRASH_SIGNALS = (

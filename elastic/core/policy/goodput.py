@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from elastic.core.facts import WorkerPhase
 from elastic.core.telemetry import (
     BELOW_MIN,
     DRAIN,
@@ -24,7 +25,6 @@ from elastic.core.telemetry import (
     START,
     Goodput,
 )
-from elastic.core.world import WorkerPhase
 
 NOTHING = (0,) * len(FIELDS)
 REPORTED = -1

@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import CollectiveCount, Generation, WorkerId
 from elastic.core.policy.decision import Decision
-from elastic.core.world import CollectiveCount, Generation, WorkerId
 
 FRESH_NS = 3 * NS_PER_S
 """A report expires after this; a worker repeats it every second."""

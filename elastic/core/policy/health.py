@@ -10,8 +10,8 @@ import signal
 from collections.abc import Sequence
 
 from elastic.core.config import CoordinatorConfig, ns
+from elastic.core.facts import ExitCause, ExitKind
 from elastic.core.policy.decision import Decision
-from elastic.core.world import ExitCause, ExitKind
 
 FAULT_SIGNALS = (signal.SIGBUS, signal.SIGILL, signal.SIGSEGV)
 """Signals that broken memory and processors cause. SIGKILL is not among them: it comes from the

@@ -16,8 +16,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from elastic.core.config import CoordinatorConfig, JobSpec, ns
+from elastic.core.facts import Generation, NodeId, WorkerId, WorkerPhase
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Generation, NodeId, WorkerId, WorkerPhase
 
 POLL_S = 5.0
 """While members save their state at a boundary, a stalled one is checked for so often."""

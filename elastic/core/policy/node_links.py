@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from elastic.core.config import NS_PER_S
-from elastic.core.world import NodeId
+from elastic.core.facts import NodeId
 
 ROUNDS = 2
 """Failed probes in a row, at each end, for a link to count as cut: one failure may be chance."""

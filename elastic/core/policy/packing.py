@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import JobSpec
-from elastic.core.world import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
+from elastic.core.facts import NO_ZONE, Node, NodeId, Resources, Strategy, zone_of
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elastic.core.config import KNOWN_ACCELERATORS, JobSpec
+from elastic.core.facts import Node, NodeId, Resources, Strategy
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import workers
 from elastic.core.policy.packing import (
@@ -18,7 +19,6 @@ from elastic.core.policy.packing import (
     WorkerPlacer,
     together,
 )
-from elastic.core.world import Node, NodeId, Resources, Strategy
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
+from elastic.core.facts import NodeId
 from elastic.core.policy import eviction
 from elastic.core.policy.decision import Decision
 from elastic.core.policy.demands import (
@@ -41,7 +42,6 @@ from elastic.core.policy.demands import (
     workers,
 )
 from elastic.core.policy.packing import FreeCapacity, NodeCapacity, WorkerPlacer, together
-from elastic.core.world import NodeId
 
 
 def decide(

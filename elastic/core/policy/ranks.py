@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elastic.core.world import NodeId, WorkerId
+from elastic.core.facts import NodeId, WorkerId
 from elastic.errors import check
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from elastic.core.facts import NO_GENERATION, Generation
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.decision import Decision
-from elastic.core.world import NO_GENERATION, Generation
 
 
 class SavedPosition(NamedTuple):

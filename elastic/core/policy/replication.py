@@ -19,8 +19,8 @@ from enum import IntEnum
 from itertools import chain, islice
 from typing import NamedTuple
 
+from elastic.core.facts import Generation, NodeId
 from elastic.core.policy.decision import Decision
-from elastic.core.world import Generation, NodeId
 
 NO_NODE = NodeId("")
 Age = tuple[Generation, int]

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from elastic.core.world import CheckpointRecord, CheckpointStatus
+from elastic.core.facts import CheckpointRecord, CheckpointStatus
 
 AUTOMATIC_KEPT = 2
 """Automatic checkpoints that are kept at least: the newest may turn out to be damaged."""

@@ -23,8 +23,8 @@ from elastic.core.events.worker import (
     Setup,
     WorkerEvent,
 )
+from elastic.core.facts import NO_GENERATION, Generation, RefusalCode, ReportKind
 from elastic.core.messages import Progress
-from elastic.core.world import NO_GENERATION, Generation, RefusalCode, ReportKind
 from elastic.worker.base.activity import Activity
 
 Order = Setup | FormGroup | EnterTrain | CloseGroup

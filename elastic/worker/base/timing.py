@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from elastic.core.config import NS_PER_S
+from elastic.core.facts import NO_GENERATION, Generation, WorkerId
 from elastic.core.messages import Progress
 from elastic.core.telemetry import (
     CATEGORIES,
@@ -30,7 +31,6 @@ from elastic.core.telemetry import (
     Goodput,
     Telemetry,
 )
-from elastic.core.world import NO_GENERATION, Generation, WorkerId
 from elastic.runtime.clock import Clock, SystemClock
 
 INTERVAL_NS = NS_PER_S

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from elastic.core.events.worker import CheckpointWritten
-from elastic.core.world import JobId, ReportKind
+from elastic.core.facts import JobId, ReportKind
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import CheckpointMarker

@@ -54,9 +54,9 @@ from typing import Protocol
 
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import CheckpointWritten, UserReported, WorkerEvent
+from elastic.core.facts import Generation, RefusalCode, ReportKind
 from elastic.core.messages import Progress
 from elastic.core.policy.recovery import SavedPosition
-from elastic.core.world import Generation, RefusalCode, ReportKind
 from elastic.errors import StorageError
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import ReportKind
 from elastic.core.policy import retention
-from elastic.core.world import ReportKind
 from elastic.storage.marker import DAMAGED, CheckpointMarker
 from elastic.storage.run_directory import AUTOMATIC, CHECKPOINTS, RunDirectory
 from elastic.worker.checkpoint.snapshot import position_in

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic.core.events.worker import NotifyPreemption, RequestLeave, UserReported
-from elastic.core.world import CheckpointStatus, Generation, JobId
+from elastic.core.facts import CheckpointStatus, Generation, JobId
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import UNKNOWN, CheckpointMarker, StoredFile

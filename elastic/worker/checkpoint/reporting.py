@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from elastic.core.config import JobSpec
-from elastic.core.world import EntryKind
+from elastic.core.facts import EntryKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import CheckpointMarker

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store
 
-from elastic.core.world import Assignment
+from elastic.core.facts import Assignment
 from elastic.errors import StorageError, StorageNotShared
 from elastic.storage.run_directory import RunDirectory
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from elastic.core.facts import JobId
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.recovery import SavedPosition
 from elastic.core.policy.shares import TensorRows
-from elastic.core.world import JobId
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.storage.run_directory import AUTOMATIC
 from elastic.worker.state.arena import SnapshotSlot, StateLayout

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.core.world import SNAPSHOT_SLOTS
+from elastic.core.facts import SNAPSHOT_SLOTS
 from elastic.runtime.snapshot_memory import SnapshotMark, slot_after
 from elastic.worker.state.arena import SnapshotSlot
 

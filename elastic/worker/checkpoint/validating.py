@@ -25,7 +25,7 @@ from typing import Any
 
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import Validated
-from elastic.core.world import CheckpointStatus, Generation, RefusalCode, ReportKind
+from elastic.core.facts import CheckpointStatus, Generation, RefusalCode, ReportKind
 from elastic.errors import StorageError
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory

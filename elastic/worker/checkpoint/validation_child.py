@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from elastic.core.world import CheckpointStatus
+from elastic.core.facts import CheckpointStatus
 from elastic.storage.validation import ValidationFinding
 from elastic.worker.base.children import kill
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic.core.events.worker import CopiesRequested, RequestLeave
+from elastic.core.facts import NO_GENERATION
 from elastic.core.policy.recovery import SavedPosition
-from elastic.core.world import NO_GENERATION
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.spans import span

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from elastic.core.facts import EntryKind, Generation, HeldCopy, JobId, WorkerId
 from elastic.core.telemetry import CHECKPOINT_STALL
-from elastic.core.world import EntryKind, Generation, HeldCopy, JobId, WorkerId
 from elastic.errors import check
 from elastic.worker.base.activity import Activity
 from elastic.worker.base.timing import Timing

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.core.broken import broken_words_in
-from elastic.core.world import Failure
+from elastic.core.facts import Failure
 from elastic.errors import GroupError, ProgramFailed
 from elastic.worker.base.numbers import plain_number
 from elastic.worker.group.collective_watch import INSTALLED

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elastic.core.world import JobId
+from elastic.core.facts import JobId
 from elastic.errors import ElasticError, check
 from elastic.runtime.copy_wire import (
     FETCH,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from elastic.core.facts import NO_GENERATION, Generation
 from elastic.core.policy.cursor import NO_STEP, Cursor
 from elastic.core.policy.program_points import ProgramPoint
 from elastic.core.policy.streams import Data
-from elastic.core.world import NO_GENERATION, Generation
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.logbook import Logbook

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
+from elastic.core.facts import NO_GENERATION, Generation
 from elastic.core.policy.program_points import ProgramPoint
-from elastic.core.world import NO_GENERATION, Generation
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.divergence import Divergence, Prints

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
+from elastic.core.facts import NO_GENERATION, Generation
 from elastic.core.policy.cursor import NO_STEP, Cursor
 from elastic.core.policy.recovery import PassPosition, RunPosition, SavedPosition
 from elastic.core.policy.streams import Data
-from elastic.core.world import NO_GENERATION, Generation
 from elastic.errors import InvariantViolation, UsageError
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.data.streams import MicroBatches

@@ -61,6 +61,7 @@ from elastic.core.events.step import (
     TakeGradients,
 )
 from elastic.core.events.worker import MicroBatchesDeclared
+from elastic.core.facts import NO_GENERATION
 from elastic.core.machine.step import AT_STEP, StepMachine
 from elastic.core.machine.transitions import StepPhase
 from elastic.core.policy.cursor import Cursor
@@ -82,7 +83,6 @@ from elastic.core.telemetry import (
     USER,
     Telemetry,
 )
-from elastic.core.world import NO_GENERATION
 from elastic.errors import GroupError, InvariantViolation, UsageError, check
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.base.spans import span

@@ -27,7 +27,7 @@ from types import FrameType
 
 import torch
 
-from elastic.core.world import CollectiveCount
+from elastic.core.facts import CollectiveCount
 from elastic.worker.base.thread_frames import thread_frames
 from elastic.worker.group import abortable_wait, c10d
 from elastic.worker.group.group import ProcessGroups

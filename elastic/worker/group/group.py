@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore
 
-from elastic.core.world import NO_GENERATION
+from elastic.core.facts import NO_GENERATION
 from elastic.errors import ConfigError, GroupError, InvariantViolation
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
 from elastic.worker.group import c10d, connections

@@ -40,10 +40,10 @@ from elastic.core.events.worker import (
     WorkerEffect,
     WorkerEvent,
 )
+from elastic.core.facts import CollectiveCount
 from elastic.core.machine.worker import EXIT_AGENT_GONE, WorkerMachine
 from elastic.core.messages import Assign, PipeToAgent, Pong, Profile, Progress, RunEvents
 from elastic.core.policy.hang import FIRST_TIMES
-from elastic.core.world import CollectiveCount
 from elastic.errors import ElasticError, Unavailable
 from elastic.runtime.clock import Clock
 from elastic.runtime.eventlog import note_text

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from elastic.core.config import VIRTUAL_LOCAL_RANK
+from elastic.core.facts import MILLI, Assignment, EntryKind
 from elastic.core.messages import Assign
-from elastic.core.world import MILLI, Assignment, EntryKind
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

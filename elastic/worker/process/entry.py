@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-from elastic.core.world import Entry, EntryKind
+from elastic.core.facts import Entry, EntryKind
 from elastic.errors import UsageError
 from elastic.worker.process.importing import (
     import_ahead,

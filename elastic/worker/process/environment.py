@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Mapping
 
 from elastic.core.config import JobSpec
+from elastic.core.facts import Assignment, host_of
 from elastic.core.messages import Assign
-from elastic.core.world import Assignment, host_of
 
 PLACE = frozenset(
     {

@@ -23,9 +23,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import UserReported, WorkerEvent
-from elastic.core.messages import Progress
-from elastic.core.telemetry import Goodput
-from elastic.core.world import (
+from elastic.core.facts import (
     CheckpointRecord,
     Entry,
     EntryKind,
@@ -34,6 +32,8 @@ from elastic.core.world import (
     ReportKind,
     WorkerId,
 )
+from elastic.core.messages import Progress
+from elastic.core.telemetry import Goodput
 from elastic.errors import ElasticError, GroupError, UsageError
 from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.route import address_towards

@@ -39,8 +39,8 @@ from elastic.core.events.worker import (
     TrainReturned,
     WorkerEvent,
 )
+from elastic.core.facts import NO_GENERATION, Assignment, EntryKind, Generation
 from elastic.core.messages import Assign
-from elastic.core.world import NO_GENERATION, Assignment, EntryKind, Generation
 from elastic.errors import ConfigError, GroupError, InvariantViolation, ProgramFailed, UsageError
 from elastic.runtime import worker_ports
 from elastic.runtime.clock import Clock

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic.client.jobs import Client
-from elastic.core.world import NodePhase
+from elastic.core.facts import NodePhase
 from elastic.errors import ElasticError
 from elastic.testing.local_cluster import descendants
 from elastic.wire.codec_jobs import ClusterStatus

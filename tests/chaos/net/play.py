@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from elastic.core.facts import ENDED
 from elastic.core.view import JobView
-from elastic.core.world import ENDED
 from tests.chaos.net.cluster import AGENTS, COORDINATORS, MEMBERS, NetCluster
 from tests.chaos.net.switch import CUT, Link
 from tests.harness.chaos_jobs import ChaosJob, chaos_job

@@ -28,7 +28,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from elastic.core.world import ENDED
+from elastic.core.facts import ENDED
 from elastic.errors import ElasticError
 from elastic.testing.local_cluster import descendants
 from tests.chaos.net.cluster import COORDINATORS, MEMBERS, NetCluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic.core import world
+from elastic.core import facts
 from elastic.errors import ConfigError, UsageError
 
 
@@ -14,10 +14,10 @@ def test_a_refused_configuration_is_a_usage_error_and_a_value_error() -> None:
 
 
 def test_every_fact_is_frozen() -> None:
-    facts = [
+    kinds = [
         kind
-        for kind in vars(world).values()
-        if dataclasses.is_dataclass(kind) and kind.__module__ == world.__name__
+        for kind in vars(facts).values()
+        if dataclasses.is_dataclass(kind) and kind.__module__ == facts.__name__
     ]
-    assert len(facts) >= 10
-    assert all(kind.__dataclass_params__.frozen for kind in facts)
+    assert len(kinds) >= 10
+    assert all(kind.__dataclass_params__.frozen for kind in kinds)
