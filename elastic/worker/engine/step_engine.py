@@ -453,7 +453,7 @@ class StepEngine:
             if self._machine.phase is StepPhase.COMMITTED:
                 self._pending.end()
                 self.run.logbook.commit_step()  # The loop was left after a step.
-            self.state.put_late()
+            self._put_late()
             self._take(PassLeft())
             self._iteration = Iteration()
             self._epochs.ends = False
@@ -529,7 +529,7 @@ class StepEngine:
                 self._the_loop().show_zeros()
                 return
             # The step goes on: what the script counts in it comes after what was received.
-            self.state.put_late()
+            self._put_late()
             if self._group.program_points[self.context.world_rank].cursor <= here:
                 raise ReenterRequested(
                     "the others are before the code that begins this step", self.context.generation
@@ -707,7 +707,7 @@ class StepEngine:
     def _close_received(self) -> None:
         """The user's code for a step that others have committed is through."""
         self._note_step()
-        self.state.put_late()
+        self._put_late()
         self._forget_step()
 
     def _settle_snapshot(self) -> None:
@@ -1094,6 +1094,11 @@ class StepEngine:
         with self.context.shielded():
             self._checkpoints.put(state)
             self._set_whole()
+
+    def _put_late(self) -> None:
+        """Repeat what was received within the iteration; all of it, or it is offered to nobody."""
+        with self.context.shielded():
+            self.state.put_late()
 
     def _pass_gate(self) -> bool:
         """Wait until everyone has committed the epoch's last step; False if the group broke.

@@ -252,7 +252,8 @@ class TrainState:
         for number, parameter in self._trained.items():
             parameter.requires_grad_(number not in frozen)
         for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
-            _load(optimizer, theirs)
+            # Loaded tensors may be these themselves, which are loaded once more by `put_late`.
+            _load(optimizer, deepcopy(theirs) if self._is_late else theirs)
         for kind in ("schedulers", "scalers"):
             # Scalers are known from their first use on: there may be more than we have met.
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
