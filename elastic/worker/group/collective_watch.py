@@ -187,10 +187,11 @@ class CollectiveWatch:
             self._move()
             return beats + self._moves, 0
         stance = blocked_in_of(threading.main_thread())
-        runs = self._probe.has_run() and not is_in_our_wait(threading.main_thread())
+        in_our_wait = is_in_our_wait(threading.main_thread())
+        runs = self._probe.has_run() and not in_our_wait
         waits = (
             stance is BlockedKind.SHARDING
-            or (stance is BlockedKind.CALLED and not is_sharded)
+            or ((stance is BlockedKind.CALLED or in_our_wait) and not is_sharded)
             or (stance is BlockedKind.NATIVE and is_idle and c10d.all_by_gloo())
         )
         if waits:
@@ -225,17 +226,18 @@ def is_in_our_wait(thread: threading.Thread) -> bool:
 
 
 class IdleDetector:
-    """Detects that the main thread has hardly used a processor for a while."""
+    """Detects that the process has hardly used a processor for a while.
+
+    Of all its threads: the main thread may wait for one of torch's that computes.
+    """
 
     def __init__(self) -> None:
         self._now = self._spent = 0.0
 
     def sample(self) -> bool:
         """Return whether it is so since the last sample."""
-        main = threading.main_thread().ident or 0
         last, spent = self._now, self._spent
-        self._now = time.monotonic()
-        self._spent = time.clock_gettime(time.pthread_getcpuclockid(main))
+        self._now, self._spent = time.monotonic(), time.process_time()
         return self._spent - spent <= BUSY * (self._now - last)
 
 

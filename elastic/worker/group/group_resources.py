@@ -240,7 +240,7 @@ def join_threads(backend: Any, deadline: float) -> bool:
     try:
         while missing and time.monotonic() < deadline:
             is_late = False
-            backend.allreduce([torch.zeros(1)]).get_future().add_done_callback(hold)
+            backend.allreduce([torch.zeros(1, device="cpu")]).get_future().add_done_callback(hold)
             if not is_late:
                 missing -= held.acquire(timeout=HOLD_S)
         return not missing

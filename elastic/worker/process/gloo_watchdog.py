@@ -7,7 +7,8 @@ a minute before the coordinator would.
 
 Rule: kill only if for `STOOD_S` all of these hold. The group was aborted, and gloo carries all of
 it: it reports the end of its connections within milliseconds, or never. The main thread is at one
-place, where torch waits for other ranks, and uses hardly any processor.
+place, where torch waits for other ranks, and the process uses hardly any processor. Then gloo is
+tried: if its threads are free and its connections closed, the main thread waits for something else.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class StuckWaitWatchdog:
             self._seen, self._since = place, now
             return
         if now - self._since < STOOD_S:
+            return
+        resources = self._groups.over()
+        if resources is None or resources.join_gloo():
+            self._since = now
             return
         log.error(
             "forgotten_by_gloo: a message was cut in its middle, and torch waits for its end, in "
