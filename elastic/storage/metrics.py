@@ -17,8 +17,8 @@ training does not wait for them.
 What is durable when: a report returns once its line is in the file, where a kill of its process
 does not reach it. After `WAIT_S` it returns anyway: where storage is slow or hangs, a kill loses
 the lines that are still to be written. On object stores a kill loses those of the last `FLUSH_S`.
-Before a checkpoint that a line names is voted on, and at the end of a train function, all lines are
-on the disk, or in the store.
+Before a part of the checkpoint that a line names is voted on, and at the end of a train function,
+all lines are on the disk, or in the store, unless storage refuses them or hangs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import StorageError
 from elastic.storage.files import Files
+from elastic.storage.retry import SLICE_S
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ WAIT_S = 0.2
 """How long a report waits for its line to be in the file; a write takes 0.1 ms, and on a machine
 that is overloaded a thread may be late."""
 HANGS_S = 60.0
-"""How long the end of a train function waits for storage that gives no answer."""
+"""How long a checkpoint, or the end of a train function, waits for storage that gives no answer."""
+LEAVES_S = 0.5
+"""The same once the group is over: the next one waits for this member."""
 
 
 @dataclass
@@ -232,8 +235,12 @@ class MetricsWriter:
         if not (is_behind or self._files.is_object_store):
             request.done.wait(WAIT_S)
 
-    def flush(self) -> None:
+    def flush(self, *, is_over: Callable[[], bool] = lambda: False) -> None:
         """Have every line that was added on the disk.
+
+        Args:
+            is_over: whether the group is; called again and again meanwhile, which also shows that
+                this thread runs.
 
         Raises:
             StorageError: storage did not take them, or gives no answer; they are written later.
@@ -242,10 +249,14 @@ class MetricsWriter:
             return
         request = _Request()
         self._put(request)
-        if self._thread is None or not request.done.wait(HANGS_S):
-            raise StorageError(
-                f"{self._files.path}: storage has given no answer to a write for {HANGS_S:.0f} s"
-            )
+        began = time.monotonic()
+        while self._thread is None or not request.done.wait(SLICE_S):
+            waited_s = time.monotonic() - began
+            if self._thread is None or waited_s >= (LEAVES_S if is_over() else HANGS_S):
+                raise StorageError(
+                    f"{self._files.path}: storage has given no answer to a write for "
+                    f"{waited_s:.1f} s"
+                )
         if request.error is not None:
             raise request.error
 
@@ -257,11 +268,11 @@ class MetricsWriter:
             self._num_bytes += request.num_bytes
             self._forget_oldest()
             self._changed.notify()
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="elastic-metrics", daemon=True)
-            with contextlib.suppress(RuntimeError):  # There is none to be had: asked for again.
-                thread.start()
-                self._thread = thread
+            if self._thread is None:  # Asked under the lock: uploads in the background flush too.
+                thread = threading.Thread(target=self._run, name="elastic-metrics", daemon=True)
+                with contextlib.suppress(RuntimeError):  # There is none to be had: asked for again.
+                    thread.start()
+                    self._thread = thread
         return is_behind
 
     def _forget_oldest(self) -> None:

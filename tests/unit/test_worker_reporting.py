@@ -15,7 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from elastic.core.config import JobSpec
-from elastic.core.events.worker import RequestLeave, UserReported, WorkerEvent
+from elastic.core.events.worker import (
+    RequestLeave,
+    UserReported,
+    WorkerEvent,
+)
 from elastic.core.facts import Generation, JobId, ReportKind
 from elastic.core.messages import Progress
 from elastic.errors import GroupError, StorageError, UsageError
@@ -32,7 +36,7 @@ from elastic.worker.checkpoint.report_votes import ReportVotes
 from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
 from elastic.worker.checkpoint.reporting import Reporter
 from tests.harness.faulty_storage import Faults
-from tests.patience import DEADLINE_S, wait_for
+from tests.patience import DEADLINE_S, is_set, wait_for
 from tests.strategies import SCRIPT
 
 SPEC = JobSpec(job_id=JobId("j1"), name="a", entry=SCRIPT, min_workers=1, max_workers=1)
@@ -88,7 +92,11 @@ class Rank:
 
 
 def run_group(
-    run_path: Path | str, links: list[Coordinator], train: Callable[[Rank], None]
+    run_path: Path | str,
+    links: list[Coordinator],
+    train: Callable[[Rank], None],
+    *,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> list[BaseException | None]:
     """Run `train` on as many ranks as there are links; return what each raised."""
     store = dist.HashStore()
@@ -109,6 +117,7 @@ def run_group(
             link=links[rank],
             clock=SystemClock(),
             newest_checkpoint="before",
+            is_over=is_over,
         )
         try:
             train(Rank(rank, reporter, links[rank], barrier))
@@ -360,6 +369,82 @@ def test_the_line_that_names_a_checkpoint_is_on_the_disk_before_it_counts(
     assert len(committed(tmp_path / "run")) == 1
     rows = RunDirectory(str(tmp_path / "run")).read_metrics()
     assert [row.get("checkpoint", "") for row in rows] == ["", committed(tmp_path / "run")[0]]
+
+
+class SlowDisk:
+    """Storage whose syncs wait until told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.synced: list[str] = []
+        self.asked, self.answers = threading.Event(), threading.Event()
+        real = Files.sync
+
+        def sync(files: Files, name: str) -> None:
+            self.asked.set()
+            assert is_set(self.answers)
+            real(files, name)
+            self.synced.append(name)
+
+        monkeypatch.setattr(Files, "sync", sync)
+        monkeypatch.setattr("elastic.storage.metrics.HANGS_S", DEADLINE_S)
+
+
+def test_who_waits_for_the_disk_before_a_checkpoint_shows_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, signs = SlowDisk(monkeypatch), []
+
+    def is_over() -> bool:
+        signs.append(len(disk.synced))
+        if len(signs) == 3:
+            disk.answers.set()
+        return False
+
+    def train(rank: Rank) -> None:
+        rank.report({"loss": 1}, directory(tmp_path / "part", model="x"))
+
+    assert run_group(tmp_path / "run", [Coordinator()], train, is_over=is_over) == [None]
+    assert signs[:3] == [0, 0, 0]
+    assert disk.synced == ["metrics.jsonl"]
+    assert len(committed(tmp_path / "run")) == 1
+
+
+def test_nobody_waits_for_the_disk_once_the_group_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr("elastic.storage.metrics.LEAVES_S", 0.0)
+
+    def train(rank: Rank) -> None:
+        rank.report({"loss": 1}, directory(tmp_path / "part", model="x"))
+        rank.reporter.flush()
+
+    over = disk.asked.is_set
+    assert run_group(tmp_path / "run", [Coordinator()], train, is_over=over) == [None]
+    assert not disk.synced
+    assert "metrics_kept" in caplog.text
+    assert "metrics_lost" in caplog.text
+    disk.answers.set()
+
+
+def test_an_upload_in_the_background_waits_for_the_disk_and_training_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, links = SlowDisk(monkeypatch), [Coordinator()]
+    part = directory(tmp_path / "part", model="x")
+
+    def train(rank: Rank) -> None:
+        brought = DeliveredParts(str(part), CheckpointUploadMode.ASYNC)
+        rank.reporter.report('{"loss": 1}', brought)
+        assert is_set(disk.asked)
+        rank.report({"loss": 2})
+        assert not (tmp_path / "run" / "checkpoints").exists()
+        disk.answers.set()
+        rank.reporter.finish()
+
+    assert run_group(tmp_path / "run", links, train) == [None]
+    assert disk.synced == ["metrics.jsonl"]
+    assert len(committed(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ class Reporter:
 
         Not part of `close`: storage that is slow must not hold up the next group.
         """
-        self._flush_metrics("metrics_lost")
+        self._reported.flush_metrics("metrics_lost", self._is_over)
 
     def _check_call(
         self, metrics: str, delivered: DeliveredParts | None, name: str | None
@@ -376,7 +376,7 @@ class Reporter:
     def _keep_metrics(
         self, index: int, metrics: str, where: str = "", *, checkpoint: str = ""
     ) -> None:
-        """Write this report's line; it is on the disk before there can be a marker that it names.
+        """Write this report's line.
 
         Args:
             index: number of the report in this generation.
@@ -401,22 +401,14 @@ class Reporter:
         if where:
             record["at"] = where  # A run that goes back reports this place again.
         self._run.metrics.add(self._origin.rank, record)
-        if checkpoint:
-            self._flush_metrics("metrics_kept")
-
-    def _flush_metrics(self, otherwise: str) -> None:
-        """Have all lines on the disk, or log what becomes of them otherwise."""
-        try:
-            if self._run is not None:
-                self._run.metrics.flush()
-        except StorageError as error:
-            log.warning("%s error=%r", otherwise, str(error))
 
     def _begin_part(self, key: Index, name: str, delivered: DeliveredParts | None) -> None:
         """Inform the others of our part, before our vote: that it is stored, or that it comes."""
         if delivered is not None and delivered.way:
             self._votes.report_way(key, delivered.way)
         elif delivered is not None:
+            # The line that names the checkpoint, before our part of it.
+            self._reported.flush_metrics("metrics_kept", self._is_over)
             self._votes.add_part(key, self._store(key, name, Path(delivered.path)))
 
     def _store(self, key: Index, name: str, source: Path) -> ReportPart:
@@ -470,6 +462,7 @@ class Reporter:
             self._background = BackgroundDelivery(delivery, self._reported, self._aside)
             self._background.start()
         else:
+            self._reported.flush_metrics("metrics_kept", self._is_over)
             self._take(delivery.make(self._reported, self._votes, lambda: None))
 
     def _receive(self, report: PendingReport, waiting: int) -> None:
