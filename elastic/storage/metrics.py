@@ -17,8 +17,9 @@ training does not wait for them.
 What is durable when: a report returns once its line is in the file, where a kill of its process
 does not reach it. After `WAIT_S` it returns anyway: where storage is slow or hangs, a kill loses
 the lines that are still to be written. On object stores a kill loses those of the last `FLUSH_S`.
-Before a part of the checkpoint that a line names is voted on, and at the end of a train function,
-all lines are on the disk, or in the store, unless storage refuses them or hangs.
+Before a part of the checkpoint that a line names is voted on, and where a train function returned,
+all lines are on the disk, or in the store, unless storage refuses them or hangs. Where one is left
+otherwise they are in the file, which outlives the process.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class MetricsLog:
         # write may have succeeded without its answer, and in two parts it would be read twice.
         self._parts = [] if files.is_object_store else [_Part(log_name(rank))]
         self._num_unwritten = 0
+        self._is_unsynced = False
         self._not_before = 0.0
 
     def append(self, record: dict[str, Any]) -> None:
@@ -142,15 +144,16 @@ class MetricsLog:
         if time.monotonic() >= self._not_before:
             self._write(self._impatient)
 
-    def flush(self) -> None:
-        """Write all lines.
+    def flush(self, *, to_disk: bool = True) -> None:
+        """Write all lines, and have them on the disk too if `to_disk`.
 
         Raises:
             StorageError: they cannot be written; the next attempt includes them.
         """
         self._write(self._files)
-        if not self._files.is_object_store:
+        if to_disk and self._is_unsynced:
             self._files.sync(self._parts[0].name)
+            self._is_unsynced = False
 
     def _write(self, files: Files) -> None:
         if not self._num_unwritten:
@@ -173,6 +176,7 @@ class MetricsLog:
             part.num_written = len(part.lines)
         else:
             files.append(part.name, data)
+            self._is_unsynced = True
             part.lines = []
             part.num_bytes = 0
 
@@ -193,14 +197,16 @@ class _Request:
     """What the thread of a writer is to do.
 
     Attributes:
-        record: of a line that is added, None to have all lines on the disk.
+        record: of a line that is added, None to have all lines written.
         num_bytes: of the line.
+        to_disk: have all lines on the disk too.
         error: why it was not done.
     """
 
     rank: int = 0
     record: dict[str, Any] | None = None
     num_bytes: int = 0
+    to_disk: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     error: StorageError | None = None
 
@@ -235,10 +241,11 @@ class MetricsWriter:
         if not (is_behind or self._files.is_object_store):
             request.done.wait(WAIT_S)
 
-    def flush(self, *, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Have every line that was added on the disk.
+    def flush(self, *, to_disk: bool = True, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Have every line that was added written.
 
         Args:
+            to_disk: on the disk, where a power cut does not reach them.
             is_over: whether the group is; called again and again meanwhile, which also shows that
                 this thread runs.
 
@@ -247,7 +254,7 @@ class MetricsWriter:
         """
         if not self._logs and not self._requests:
             return
-        request = _Request()
+        request = _Request(to_disk=to_disk)
         self._put(request)
         began = time.monotonic()
         while self._thread is None or not request.done.wait(SLICE_S):
@@ -308,7 +315,7 @@ class MetricsWriter:
     def _do(self, request: _Request) -> None:
         if request.record is None:
             for one in self._logs.values():
-                one.flush()
+                one.flush(to_disk=request.to_disk)
             return
         rank = request.rank
         mine = self._logs.setdefault(rank, MetricsLog(self._files, rank))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from elastic.core.config import JobSpec
 from elastic.core.events.worker import (
     RequestLeave,
+    TrainLeft,
+    TrainReturned,
     UserReported,
     WorkerEvent,
 )
@@ -26,8 +29,8 @@ from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import SystemClock
 from elastic.storage.files import Files
 from elastic.storage.run_directory import RunDirectory
-from elastic.worker.base.interrupt import GroupChanged
-from elastic.worker.base.mailboxes import ReportAnswer
+from elastic.worker.base.interrupt import GroupChanged, Interrupter
+from elastic.worker.base.mailboxes import Mailboxes, ReportAnswer
 from elastic.worker.checkpoint import report_votes
 from elastic.worker.checkpoint import reported_checkpoints as reported
 from elastic.worker.checkpoint.committer import Committer
@@ -35,6 +38,7 @@ from elastic.worker.checkpoint.delivery import NO_PART, CheckpointUploadMode, De
 from elastic.worker.checkpoint.report_votes import ReportVotes
 from elastic.worker.checkpoint.reported_checkpoints import ReportOrigin
 from elastic.worker.checkpoint.reporting import Reporter
+from elastic.worker.process.runner import Runner, _UserCall
 from tests.harness.faulty_storage import Faults
 from tests.patience import DEADLINE_S, is_set, wait_for
 from tests.strategies import SCRIPT
@@ -445,6 +449,62 @@ def test_an_upload_in_the_background_waits_for_the_disk_and_training_does_not(
     assert run_group(tmp_path / "run", links, train) == [None]
     assert disk.synced == ["metrics.jsonl"]
     assert len(committed(tmp_path / "run")) == 1
+
+
+def test_lines_are_synced_once_and_not_where_the_group_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch)
+    disk.answers.set()
+
+    def train(rank: Rank) -> None:
+        rank.report({"step": 0})
+        rank.reporter.flush(has_returned=False, group_over=True)
+        assert len(RunDirectory(str(tmp_path)).read_metrics()) == 1
+        assert not disk.synced
+        rank.reporter.flush()
+        rank.reporter.flush()
+        assert disk.synced == ["metrics.jsonl"]
+        rank.report({"step": 1})
+        rank.reporter.flush()
+        assert disk.synced == ["metrics.jsonl"] * 2
+
+    assert run_group(tmp_path, [Coordinator()], train) == [None]
+
+
+@pytest.mark.parametrize(
+    ("end", "synced"), [(None, ["metrics.jsonl"]), (GroupChanged("a member has left", 2), [])]
+)
+def test_a_call_that_is_left_for_another_group_waits_for_no_disk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: GroupChanged | None,
+    synced: list[str],
+) -> None:
+    disk, mailboxes = SlowDisk(monkeypatch), Mailboxes()
+    disk.answers.set()
+
+    def call_again(runner: Runner, call: _UserCall) -> None:
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(Runner, "_call_again", call_again)
+
+    def train(rank: Rank) -> None:
+        rank.report({"step": 0})
+        runner = Runner(
+            mailboxes,
+            groups=SimpleNamespace(),  # type: ignore[arg-type]
+            interrupter=Interrupter(),
+            started_with={},
+            clock=SystemClock(),
+        )
+        origin = ReportOrigin(JobId("j1"), 2, rank.rank, 1)
+        event = runner._call(_UserCall(None, origin, rank.reporter))
+        assert isinstance(event, TrainReturned if end is None else TrainLeft)
+
+    assert run_group(tmp_path, [Coordinator()], train) == [None]
+    assert disk.synced == synced
 
 
 @pytest.mark.parametrize(

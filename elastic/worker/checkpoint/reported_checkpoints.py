@@ -129,14 +129,16 @@ class ReportedCheckpoints:
     def has_posted(self, index: int) -> bool:
         return self._newest_posted >= index
 
-    def flush_metrics(self, otherwise: str, is_over: Callable[[], bool]) -> None:
-        """Have all lines of metrics on the disk, or log what becomes of them otherwise.
+    def flush_metrics(
+        self, otherwise: str, is_over: Callable[[], bool], *, to_disk: bool = True
+    ) -> None:
+        """Have all lines of metrics written, or log what becomes of them otherwise.
 
         See `MetricsWriter.flush`; also called by the thread of an upload in the background.
         """
         try:
             if self.run is not None:
-                self.run.metrics.flush(is_over=is_over)
+                self.run.metrics.flush(to_disk=to_disk, is_over=is_over)
         except StorageError as error:
             log.warning("%s error=%r", otherwise, str(error))
 

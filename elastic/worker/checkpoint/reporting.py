@@ -326,12 +326,18 @@ class Reporter:
         if background is not None:
             background.give_up("the group changed, or the train function was left")
 
-    def flush(self) -> None:
+    def flush(self, *, has_returned: bool = True, group_over: bool = False) -> None:
         """The train function is over, however it ended: let all that was reported be seen.
 
         Not part of `close`: storage that is slow must not hold up the next group.
+
+        Args:
+            has_returned: have it on the disk too; a recovery does not wait for that.
+            group_over: the function was left because of its group.
         """
-        self._reported.flush_metrics("metrics_lost", self._is_over)
+        self._reported.flush_metrics(
+            "metrics_lost", lambda: self._is_over() or group_over, to_disk=has_returned
+        )
 
     def _check_call(
         self, metrics: str, delivered: DeliveredParts | None, name: str | None

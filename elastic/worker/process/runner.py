@@ -309,19 +309,22 @@ class Runner:
         try:
             result = self._call_again(call)
             left = _how_it_left(call)
-            return TrainReturned(call.generation, outcome.result_json(result), left)
+            event: TrainEvent = TrainReturned(call.generation, outcome.result_json(result), left)
         except BaseException as error:
             event = self._recovered_by(call, self._ended_early(call, error))
             self._leave_engine(call, has_raised=not isinstance(error, GroupChanged))
             outcome.forget_frames(error)
-            return event
         finally:
             self._mailboxes.activity.timing.stop()
             if call.reporter is not None:
                 call.reporter.close()
-                call.reporter.flush()
             self._leave_engine(call)
             set_current(None)
+        if call.reporter is not None:
+            call.reporter.flush(
+                has_returned=isinstance(event, TrainReturned), group_over=_is_group_over(event)
+            )
+        return event
 
     def _call_again(self, call: _UserCall) -> Any:
         """Call user code until it needs no other place in its own code to continue from."""
@@ -466,10 +469,11 @@ class Runner:
 
     def _recovered_by(self, call: _UserCall, event: TrainEvent) -> TrainEvent:
         """Return by which recovery mode this worker continues, if it may."""
-        is_broken, engine = isinstance(event, TrainRaised) and event.group_broken, call.engine
-        if engine is None or not (is_broken or isinstance(event, TrainLeft)):
+        engine = call.engine
+        if engine is None or not _is_group_over(event):
             return event
         recovery = engine.options.recovery
+        is_broken = isinstance(event, TrainRaised)
         why = "the train function was left" + (": its group broke" if is_broken else "")
         if recovery == "in_place":
             text = (
@@ -653,6 +657,11 @@ class Runner:
         if self._user_call is None:
             raise InvariantViolation("asked to enter a group while no train function runs")
         return self._user_call
+
+
+def _is_group_over(event: TrainEvent) -> bool:
+    """Return whether the train function was left because of its group."""
+    return isinstance(event, TrainLeft) or (isinstance(event, TrainRaised) and event.group_broken)
 
 
 def _how_it_left(call: _UserCall) -> str:
