@@ -75,6 +75,11 @@ class _Part:
     num_bytes: int = 0
 
 
+def line_of(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line, ASCII only: no Unicode line separator, surrogates escaped."""
+    return (json.dumps(record) + "\n").encode()
+
+
 class MetricsLog:
     """Writes the reports of one rank; used by one thread of one process at a time."""
 
@@ -107,8 +112,10 @@ class MetricsLog:
         Raises:
             StorageError: the write failed; the line is kept, and written with a later one.
         """
-        # ASCII only: no Unicode line separator, and a lone surrogate is escaped.
-        line = (json.dumps(record) + "\n").encode()
+        self.append_line(line_of(record), record)
+
+    def append_line(self, line: bytes, record: Mapping[str, Any]) -> None:
+        """Add the line of a record; see `append`."""
         if self._files.is_object_store:
             generation = record.get("generation")
             is_full = not self._parts or self._parts[-1].num_bytes >= PART_BYTES_MAX
@@ -198,14 +205,14 @@ class _Request:
 
     Attributes:
         record: of a line that is added, None to have all lines written.
-        num_bytes: of the line.
+        line: the record as a line.
         to_disk: have all lines on the disk too.
         error: why it was not done.
     """
 
     rank: int = 0
     record: dict[str, Any] | None = None
-    num_bytes: int = 0
+    line: bytes = b""
     to_disk: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     error: StorageError | None = None
@@ -236,7 +243,7 @@ class MetricsWriter:
             rank: of the report.
             record: see `MetricsLog.append`.
         """
-        request = _Request(rank, record, len(json.dumps(record)))
+        request = _Request(rank, record, line_of(record))
         is_behind = self._put(request)
         if not (is_behind or self._files.is_object_store):
             request.done.wait(WAIT_S)
@@ -272,7 +279,7 @@ class MetricsWriter:
         with self._changed:
             is_behind = bool(self._requests)
             self._requests.append(request)
-            self._num_bytes += request.num_bytes
+            self._num_bytes += len(request.line)
             self._forget_oldest()
             self._changed.notify()
             if self._thread is None:  # Asked under the lock: uploads in the background flush too.
@@ -288,7 +295,7 @@ class MetricsWriter:
         for request in list(self._requests)[1:] if self._num_bytes > KEPT_BYTES_MAX else ():
             if request.record is not None and self._num_bytes > KEPT_BYTES_MAX:
                 self._requests.remove(request)
-                self._num_bytes -= request.num_bytes
+                self._num_bytes -= len(request.line)
                 lost += 1
         if lost:
             log.warning("metrics_lost lines=%d: storage takes none", lost)
@@ -309,7 +316,7 @@ class MetricsWriter:
                 self._warn(request.error)
             with self._changed:
                 self._requests.popleft()
-                self._num_bytes -= request.num_bytes
+                self._num_bytes -= len(request.line)
             request.done.set()
 
     def _do(self, request: _Request) -> None:
@@ -320,7 +327,7 @@ class MetricsWriter:
         rank = request.rank
         mine = self._logs.setdefault(rank, MetricsLog(self._files, rank))
         try:
-            mine.append(request.record)
+            mine.append_line(request.line, request.record)
             for other in self._logs.values():  # Of ranks that this process had before.
                 other.write_due()
         except StorageError as error:
