@@ -16,7 +16,7 @@ import click
 from elastic.client.jobs import Client
 from elastic.client.plain import plain
 from elastic.client.terminal import ClusterTarget, output_option
-from elastic.client.text_format import workers
+from elastic.client.text_format import steps_again, workers
 from elastic.core.events.shared import Note
 from elastic.errors import StorageError
 from elastic.runtime.eventlog import event_record, fields_text
@@ -102,9 +102,7 @@ def _reported(timed: TimedNote) -> str:
         if "pause_s" in fields:
             why = fields.get("lost") or fields.get("cause", "")
             text += f" after a pause of {fields['pause_s']} s ({why})"
-        if "was_at" in fields:
-            text += f"; it was at {fields['was_at']} and goes on at {fields.get('at')}"
-        return text
+        return text + steps_again(fields)
     if name == "worker_gone" and fields.get("rank") == "-1":
         return f"worker {fields.get('worker')}, which was in no group, {fields.get('cause')}"
     if name in WORDS:

@@ -27,6 +27,7 @@ from elastic.client.text_format import (
     ending_line,
     metrics_line,
     missing,
+    steps_again,
     waiting_line,
     workers,
     world_size,
@@ -207,9 +208,7 @@ class JobPrinter:
             size = int(fields.get("world_size", "0"))
             line = self._losses.steps(int(fields.get("generation", "0")), size, pause_ns)
             if line:
-                if "was_at" in fields:
-                    line += f"; it was at {fields['was_at']} and goes on at {fields.get('at')}"
-                self.print_line(line)
+                self.print_line(line + steps_again(fields))
         elif name == "worker_gone" and not fields.get("cause", "").startswith(BY_ORDER):
             self._lost(fields, timed.unix_ns)
         elif name == "change_planned":

@@ -6,6 +6,7 @@ Rule: the text of a waiting job has the reason and the start; no colours.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from elastic.core.config import NS_PER_S
@@ -26,6 +27,13 @@ def duration(length_ns: int, *, digits: int = 1) -> str:
         return f"{minutes}m {rest}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes}m" if hours < 24 else f"{hours // 24}d {hours % 24}h"
+
+
+def steps_again(fields: Mapping[str, str]) -> str:
+    """Return the end of a line about a first step: where the run goes back to, if it does."""
+    if "was_at" not in fields:
+        return ""
+    return f"; it was at {fields['was_at']} and goes on at {fields.get('at')}"
 
 
 def num_bytes(size: int) -> str:
