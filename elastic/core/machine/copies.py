@@ -209,7 +209,8 @@ def _choose(cluster: ClusterState, job: JobState, senders: Mapping[NodeId, NodeS
     num_copies = Counter(copies.holders.values())
     ring: list[CopyCandidate] = []
     for source, sender in senders.items():
-        barred = _have_it(job, source).union(refused.get(source, ()))
+        theirs = _have_it(job, source)
+        barred = theirs.union(refused.get(source, ()))
         before = copies.holders.get(source)
         state = book.nodes.get(before) if before else None
         if state is not None and state.is_present() and _may_hold(state, barred):
@@ -220,7 +221,7 @@ def _choose(cluster: ClusterState, job: JobState, senders: Mapping[NodeId, NodeS
             if state.is_live() and _may_hold(state, ())
         )
         ages = {node_id: by[source] for node_id, by in copies.held.items() if source in by}
-        others = _have_it(job, source) - {sender.node.node_id}
+        others = theirs - {sender.node.node_id}
         having = [sender, *[book.nodes[node_id] for node_id in others if node_id in book.nodes]]
         decision = replication.choose(
             [_candidate(state, members) for state in having], ring, barred, ages, num_copies
