@@ -23,5 +23,6 @@ process. None of them calls user code, and none changes the state of the run.
     elastic-writer, -committer         automatic checkpoints to storage, their commit
     elastic-upload, -shared            reported checkpoints to storage; is it the same for all nodes
     elastic-validator                  `train.report(validation=...)`
+    elastic-metrics                    lines of `train.report` to storage
     elastic-events, -profile           events.jsonl of the run; `elastic profile`
 """
