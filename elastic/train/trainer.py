@@ -56,7 +56,7 @@ from elastic.train.run_claim import (
 )
 from elastic.train.session import beginning_from, is_driver
 from elastic.train.stopping import StopRule
-from elastic.train.trainer_file import pack_arguments, read_arguments
+from elastic.train.stored_arguments import pack_arguments, read_arguments
 from elastic.train.validation import ValidationConfig
 from elastic.worker.engine import train_call
 from elastic.worker.process.entry import takes_config

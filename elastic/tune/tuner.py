@@ -21,8 +21,8 @@ from elastic.storage.run_record import RunOwner
 from elastic.storage.study_log import StudyLog
 from elastic.train.cluster import check_fits, require_cluster
 from elastic.train.config import RunConfig
+from elastic.train.stored_arguments import pack_arguments, read_arguments
 from elastic.train.trainer import DataParallelTrainer
-from elastic.train.trainer_file import pack_arguments, read_arguments
 from elastic.tune import space as spaces
 from elastic.tune.callback import Callbacks
 from elastic.tune.config import TuneConfig
