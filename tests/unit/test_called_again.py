@@ -251,11 +251,18 @@ def whole_and_left_early(engine: StepEngine, life: Life) -> None:
     life.note(engine)
 
 
-def counts_before_it_steps(engine: StepEngine, life: Life) -> None:
+def tallied(momentum: float = 0.0) -> tuple[Any, Any, Tally, Any]:
+    """Return model, optimizer, a registered tally and loader, prepared."""
     model, tally = prepare_model(nn.Linear(5, 1)), Tally()
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    optimizer = prepare_optimizer(sgd)
     train.register(tally=tally)
     loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    return model, optimizer, tally, loader
+
+
+def counts_before_it_steps(engine: StepEngine, life: Life) -> None:
+    model, optimizer, tally, loader = tallied()
     for _ in train.epochs(EPOCHS):
         for step in train.steps(loader):
             life.note(engine)
@@ -681,10 +688,7 @@ def test_who_receives_the_state_in_the_middle_of_a_run_goes_on_with_its_bits(
 
 
 def counts_at_the_head_of_steps(engine: StepEngine, life: Life) -> None:
-    model, tally = prepare_model(nn.Linear(5, 1)), Tally()
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    train.register(tally=tally)
-    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
+    model, optimizer, tally, loader = tallied()
     for _ in train.epochs(EPOCHS):
         for step in train.steps(loader):
             tally.counts.append(engine.cursor.step)
@@ -711,11 +715,8 @@ def test_what_a_loop_counts_before_the_micro_batches_of_a_step_counts_once(*, se
 
 
 def shrinks_behind_steps(engine: StepEngine, life: Life) -> None:
-    model, tally = prepare_model(nn.Linear(5, 1)), Tally()
+    model, optimizer, tally, loader = tallied(momentum=0.9)
     model.module.register_buffer("temperature", torch.ones(()))
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    train.register(tally=tally)
-    loader = prepare_data_loader(DataLoader(data(), batch_size=SIZE), global_batch_size=GLOBAL)
     for _ in train.epochs(EPOCHS):
         for step in train.steps(loader):
             for _, x, y in step:
