@@ -27,6 +27,7 @@ from elastic.core.policy.exchange_plan import (
     ExchangePlan,
     ExchangeRound,
     GroupShape,
+    PlannedMessage,
     tree_plan,
     whole_plan,
 )
@@ -84,6 +85,7 @@ class _Stage:
         missing: how many of them have not come.
         scratch: sums that are received, by subtree.
         positions: from ranks of our node, where their tensors are.
+        own_positions: to them, where ours are; None if all is sent.
         spare: memory of additions whose operands must stay as they are.
     """
 
@@ -95,6 +97,7 @@ class _Stage:
         self.missing = 0
         self.scratch: dict[Span, torch.Tensor] = {}
         self.positions: dict[int, torch.Tensor] = {}
+        self.own_positions: torch.Tensor | None = None
         self.spare: dict[Span, torch.Tensor] = {}
 
 
@@ -126,15 +129,19 @@ class _OwnSum:
 class _RidingRows:
     """Everyone's row of numbers, beside the sums in the messages of a small bucket."""
 
-    def __init__(self, rank: int) -> None:
-        self.own = torch.zeros(ROW, dtype=torch.float64)
-        self._of = {rank: self.own}
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._all = torch.zeros(world_size, ROW, dtype=torch.float64)
+        self.own = self._all[rank]
+        self._own = self.own.numpy()
+
+    def write(self, row: Sequence[float]) -> None:
+        fill_row(self._own, row)
 
     def from_rank(self, rank: int) -> torch.Tensor:
-        return self._of.setdefault(rank, torch.zeros(ROW, dtype=torch.float64))
+        return self._all[rank]
 
     def read(self) -> list[Row]:
-        return [tuple(self._of[rank].tolist()) for rank in sorted(self._of)]
+        return [tuple(row) for row in self._all.tolist()]
 
 
 class _NodeSlices:
@@ -261,7 +268,7 @@ class TreeExchange:
             tag = links.next_tag()
             self._plan = _plan_of(partition, like, links.shape)
             if transport.carries_rows and not self._plan.gather:
-                self._rows = _RidingRows(partition.rank)
+                self._rows = _RidingRows(partition.rank, partition.world_size)
             # A rank without a slice would not receive the others' places.
             has_slices = like.numel() >= partition.world_size
             is_local = bool(self._plan.reduce) and self._plan.reduce[0].is_local
@@ -297,10 +304,11 @@ class TreeExchange:
         stage = _Stage(one, tag, gathers=gathers)
         if self._reads_in_place(one):
             for move in one.receives:
-                size = 1 if gathers else HEADER_NUMBERS + len(move.parts)
-                places = torch.zeros(size, dtype=torch.int64)
+                places = _positions(move, gathers=gathers)
                 stage.positions[move.rank] = places
                 stage.receives.append((move.rank, tag, [places]))
+            if one.sends:
+                stage.own_positions = _positions(one.sends[0], gathers=gathers)
         elif gathers:
             for move in one.receives:
                 stage.receives.append((move.rank, tag, [self._landed(move.first, move.last)]))
@@ -317,7 +325,7 @@ class TreeExchange:
 
     def _landed(self, first: int, last: int) -> torch.Tensor:
         tensor, begins = self._land
-        return tensor[first - begins : last - begins]
+        return _cut(tensor, first - begins, last - begins)
 
     def _expect(self) -> None:
         """Let the messages of the next step come whenever they do."""
@@ -361,7 +369,7 @@ class TreeExchange:
         if self._own_sum is not None:
             sums = {self._partition.mine[0]: self._own_sum.of([*sums.values()])}
         if self._rows is not None:
-            fill_row(self._rows.own.numpy(), row)
+            self._rows.write(row)
         self._step = _ExchangeStep(dict(sums), divisor=divisor)
         self._advance()
         if self._transport is not None:
@@ -428,7 +436,7 @@ class TreeExchange:
                     tensors = [self._landed(move.first, move.last)]
                 else:
                     first, last = move.first - step.first, move.last - step.first
-                    tensors = [step.values[part][first:last] for part in move.parts]
+                    tensors = [_cut(step.values[part], first, last) for part in move.parts]
                 self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
                 if self._rows is not None:
                     tensors = [self._rows.own, *tensors]
@@ -438,16 +446,14 @@ class TreeExchange:
 
     def _places(self, node: _NodeSlices, step: _ExchangeStep, stage: _Stage) -> list[Message]:
         """Return the messages that show our node where it may read; in the end, that it may."""
-        if not stage.round.sends:
+        if stage.own_positions is None:
             return []
         if not stage.gathers:
-            numbers = node.places_of(step.values[part] for part in stage.round.sends[0].parts)
-        else:
-            numbers = [0]
-            if node.shown is not node.land[0]:
-                node.shown.copy_(self._landed(*node.own))
-        message = torch.tensor(numbers, dtype=torch.int64)
-        return [(move.rank, stage.tag, [message]) for move in stage.round.sends]
+            sums = (step.values[part] for part in stage.round.sends[0].parts)
+            stage.own_positions.numpy()[:] = node.places_of(sums)
+        elif node.shown is not node.land[0]:
+            node.shown.copy_(self._landed(*node.own))
+        return [(move.rank, stage.tag, [stage.own_positions]) for move in stage.round.sends]
 
     def _add(self, step: _ExchangeStep, stage: _Stage) -> None:
         """Keep our slice of what we have, and add siblings to it in the order of the tree."""
@@ -516,13 +522,23 @@ def _plan_of(partition: MicroBatchPartition, like: torch.Tensor, shape: GroupSha
     return tree_plan(rank, count, shape, like.numel(), MESSAGE_BYTES // like.itemsize)
 
 
+def _positions(move: PlannedMessage, *, gathers: bool) -> torch.Tensor:
+    """Return room for a message that says where sums are; for totals it only says that they are."""
+    return torch.zeros(1 if gathers else HEADER_NUMBERS + len(move.parts), dtype=torch.int64)
+
+
+def _cut(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return these elements; of small buckets that is all, and a view takes 2 µs."""
+    return tensor if last - first == tensor.numel() else tensor[first:last]
+
+
 def _kept(step: _ExchangeStep, stage: _Stage) -> dict[Span, torch.Tensor]:
     """Return our slice of what we have; a part of it may come from others of our own group."""
     one, values = stage.round, {}
     for part, tensor in step.values.items():
         low = max(one.first, step.first)
         high = max(low, min(one.last, step.first + tensor.numel()))
-        mine = tensor[low - step.first : high - step.first]
+        mine = _cut(tensor, low - step.first, high - step.first)
         if part in stage.scratch:
             stage.scratch[part][low - one.first : high - one.first].copy_(mine)
         else:
