@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +130,7 @@ def test_a_job_that_rests_has_its_last_step_in_storage_whoever_heard_of_it(tmp_p
         commit(checkpoints, [StepMetadata(False, Cursor(0, 7), 0, (), saves=True)] * 2)
     rests(keepers[1])
     rows = rows_of(keepers)
-    rows = [replace(StepMetadata.of(row.numbers()), busy=True) for row in rows]
+    rows = [StepMetadata.of(row.numbers())._replace(busy=True) for row in rows]
     assert [row.releases for row in rows] == [False, True]
 
     def leave(checkpoints: CheckpointScheduler) -> None:

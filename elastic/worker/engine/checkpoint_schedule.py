@@ -107,7 +107,7 @@ class CheckpointScheduler:
         self.releases = any(row.releases for row in rows)
         # Where a sharded group leaves, it is saved at once, see `before_leaving`: a second snapshot
         # of one boundary would take the place of the one before, while some still copy the first.
-        leaves = self.is_sharded and any(row.requests for row in rows)
+        leaves = any(row.requests for row in rows) and self.is_sharded
         self._is_stored = self.releases or leaves or any(row.saves for row in rows)
         has_room = self.releases or not any(row.busy for row in rows)  # A pause waits for room.
         self.is_due = (self._is_stored or self._is_copied()) and has_room

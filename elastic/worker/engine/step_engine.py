@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -809,7 +809,9 @@ class StepEngine:
     def _settle(self) -> None:
         """Have all of a step that needs other ranks: after that, to commit it is a local matter."""
         reducer, units = self._the_reducer(), self._the_loop().units.values()
-        if not all(reducer.settle(unit) for unit in units) or self._ranks_differ():
+        if not all(reducer.settle(unit) for unit in units) or self._ranks_differ(
+            read_rows(reducer.rows)
+        ):
             self._take(StepSettled(False))
             return
         for unit in units:
@@ -861,7 +863,7 @@ class StepEngine:
         rows, share = read_rows(self._the_reducer().rows), self._iteration.share
         busy, samples = [row.busy_ns for row in rows], share.samples if share is not None else 0
         self.context.timing.exchanged(busy, samples, share.tokens if share is not None else 0)
-        if not is_settled and self._ranks_differ():
+        if not is_settled and self._ranks_differ(rows):
             self._take(StepCommitted(False))
             return
         # No interrupt in the middle of a step. If it raises, `run.is_held` stays False, and
@@ -900,9 +902,8 @@ class StepEngine:
             self._group.noted = self.cursor
             self.context.timing.note_step(self._telemetry)
 
-    def _ranks_differ(self) -> bool:
+    def _ranks_differ(self, rows: Sequence[StepMetadata]) -> bool:
         """Return whether the rows of a step show that ranks differ; then it is void."""
-        rows = read_rows(self._the_reducer().rows)
         if not differ([row.checksum for row in rows]):
             return False
         self.run.logbook.share([row.values for row in rows])

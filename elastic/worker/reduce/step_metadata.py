@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,8 +35,7 @@ Divisor = float | Callable[[Sequence[Row]], float]
 """What a step's sum is divided by: a number, or one that follows from what all ranks sent."""
 
 
-@dataclass(frozen=True)
-class StepMetadata:
+class StepMetadata(NamedTuple):
     """What one rank reports of itself with the gradients of a step.
 
     Attributes:
