@@ -1,4 +1,4 @@
-"""Who hangs: the rule about members that stand still, and when a worker says that it does."""
+"""Who hangs: the rule about members that stand still."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.config import NS_PER_S, ns
-from elastic.core.events.worker import ActivitySampled
 from elastic.core.facts import CollectiveCount, WorkerId
-from elastic.core.machine.worker_pulse import ActivityMonitor
 from elastic.core.policy import hang
 from elastic.core.policy.hang import MainThreadState, WatchedMember
 
@@ -42,23 +40,6 @@ def members(*sights: MainThreadState | None, out: int = -1) -> list[WatchedMembe
 
 
 WAITS, STANDS, MOVES = sight(waits=40), sight(stands=40), sight()
-
-
-# ---------------------------------------------------------------- what a worker says
-
-
-def said(
-    polls: list[tuple[int, float]], *, every_s: float = 0.1
-) -> list[tuple[float, float, float]]:
-    """Look at (beats, seconds of waiting); return (moment, waiting, standing) of what is said."""
-    watch, found = ActivityMonitor(), []
-    watch.begin(0, 2)
-    for index, (beats, waiting_s) in enumerate(polls, start=1):
-        now_ns = ns(index * every_s)
-        pulse = watch.sample(ActivitySampled(beats, ns(waiting_s)), now_ns)
-        if pulse is not None:
-            found.append((now_ns / NS_PER_S, pulse[0] / NS_PER_S, pulse[1] / NS_PER_S))
-    return found
 
 
 # ---------------------------------------------------------------- groups within the group

@@ -12,11 +12,13 @@ import pytest
 
 from elastic.core.config import NS_PER_S
 from elastic.core.events.worker import ActivitySampled
-from elastic.core.facts import Generation, WorkerId
-from elastic.core.machine.worker_pulse import POLL_NS, ActivityMonitor, PulseState
+from elastic.core.facts import Assignment, Generation, JobId, WorkerId
+from elastic.core.messages import Pulse
 from elastic.core.policy.hang import (
     FIRST_TIMES,
     LONGEST_TIMES,
+    POLL_NS,
+    ActivityMonitor,
     Hang,
     MainThreadState,
     WatchedMember,
@@ -29,6 +31,7 @@ from tests.patience import DEADLINE_S
 
 TIMEOUT_NS = 30 * NS_PER_S
 G = Generation(3)
+PLACE = Assignment(JobId("j"), WorkerId("n0/1"), G, 0, 2, 0, 1, 0, 2, "h:1")
 NUM_POLLS = 12
 
 
@@ -148,11 +151,11 @@ def test_work_inside_an_exchange_is_not_waiting() -> None:
 
 def polled(
     pulses: ActivityMonitor, seconds: float, see: Callable[[int], ActivitySampled]
-) -> list[PulseState]:
+) -> list[Pulse]:
     """Look ten times a second; return what is reported."""
     found = []
     for number in range(1, int(seconds * 10) + 1):
-        report = pulses.sample(see(number), number * POLL_NS)
+        report = pulses.sample(see(number), PLACE, number * POLL_NS)
         found += [report] if report is not None else []
     return found
 

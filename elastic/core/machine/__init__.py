@@ -14,7 +14,7 @@ What is where:
     agent         agent takes each event, agent_orders those of the coordinator. Its state is
                   agent_parts: agent_connection, agent_departure, agent_processes,
                   agent_workers, agent_copies, agent_pacing
-    worker        worker takes each event; worker_parts, worker_pulse and worker_reports are parts
+    worker        worker takes each event; worker_parts and worker_reports are parts of it
     a step        step: what each call of a training loop is worth; driven by worker.engine
     all of them   transitions (tables of legal moves), invariants, event_history
 """

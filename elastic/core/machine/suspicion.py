@@ -47,19 +47,7 @@ def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
     if pulse.generation != worker.report.generation:
         return
     now_ns = cluster.now_ns
-    worker.main_thread = MainThreadState(
-        generation=pulse.generation,
-        reported_ns=now_ns,
-        waiting_since_ns=now_ns - pulse.waiting_ns if pulse.waiting_ns > 0 else None,
-        still_since_ns=now_ns - pulse.still_ns if pulse.still_ns > 0 else None,
-        epoch=pulse.epoch,
-        step=pulse.step,
-        begun=pulse.begun,
-        longest_ns=pulse.longest_ns,
-        has_stepped=pulse.has_stepped,
-        working_since_ns=now_ns - pulse.working_ns if pulse.working_ns > 0 else None,
-        work=pulse.work,
-    )
+    worker.main_thread = MainThreadState.of(pulse, now_ns)
     if pulse.generation < job.generation:
         # Others wait for it while they form the next group, and cannot report that.
         cluster.touch(job)

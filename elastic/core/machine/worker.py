@@ -53,7 +53,6 @@ from elastic.core.facts import (
 from elastic.core.machine.event_history import EventHistory, note
 from elastic.core.machine.transitions import MAIN, WORKER, MainPhase, check_move
 from elastic.core.machine.worker_parts import GroupOrders, LoopState, MemberState
-from elastic.core.machine.worker_pulse import ActivityMonitor
 from elastic.core.machine.worker_reports import refused
 from elastic.core.messages import (
     Announce,
@@ -63,7 +62,6 @@ from elastic.core.messages import (
     PipeToWorker,
     Pong,
     Preemption,
-    Pulse,
     ReportAck,
     Reported,
     SaveState,
@@ -72,6 +70,7 @@ from elastic.core.messages import (
     WorkerUpdate,
 )
 from elastic.core.policy.failure import TERMINATED
+from elastic.core.policy.hang import ActivityMonitor
 from elastic.errors import InvariantViolation, check
 
 EXIT_DONE = 0
@@ -394,21 +393,8 @@ class WorkerMachine:
             self._out.append(refused(event))
 
     def _checked(self, event: ActivitySampled) -> None:
-        found = self._pulses.sample(event, self._now_ns)
-        if found is not None and self._assign is not None:
-            pulse = Pulse(
-                self._assign.worker_id,
-                self._generation(),
-                waiting_ns=found.waiting_ns,
-                still_ns=found.still_ns,
-                epoch=event.epoch,
-                step=event.step,
-                begun=event.begun if found.waiting_ns or found.still_ns else (),
-                longest_ns=found.longest_ns,
-                has_stepped=event.has_stepped,
-                working_ns=found.working_ns,
-                work=event.work if found.working_ns else "",
-            )
+        pulse = self._pulses.sample(event, self._assignment(), self._now_ns)
+        if pulse is not None:
             self._out.append(SendPipe(pulse))
 
     # ------------------------------------------------------------ transitions

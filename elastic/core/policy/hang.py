@@ -5,16 +5,18 @@ progress, however slow, is never hung; if none is without progress, or one is si
 judged hung (probes deal with silence). If all wait for each other and none makes progress, a
 message was lost: a link is cut, or they are in different collectives. The group is formed again.
 
-Limit: `JobSpec.hang_timeout_s` (30 s unless the user sets another one, 0 for never) from when all
+Limit: `JobSpec.hang_timeout_s` (`FailureConfig`, `--hang-timeout`; 30 s, 0 for never) from when all
 others wait. More in a process that has not committed a step, or that has paused for longer before
 and moved on (`MainThreadState.limit_ns`); twice as long where all wait.
 
-A worker reports on its own main thread (`core.machine.worker_pulse`). The coordinator asks `judge`
-ten times a second while a member waits, requests the stacks of all members, and kills those that
-hang 0.3 s later (`core.machine.suspicion`). What shows in the process alone is for its agent: one
-that is stopped, or whose control thread does not answer (`core.machine.agent_processes`,
-`ProcessBook._limits`: 0.5 s and 30 s, or what the process asks for). To start, join and leave have
-limits of their own (`core.machine.timeouts.patience_s`: a minute to hours).
+A worker reports on its own main thread (`ActivityMonitor`): not while it makes progress, but while
+it waits for its peers, has stalled, or has worked for long while its peers may wait for it; then
+repeatedly, and once more when that is over. The coordinator asks `judge` ten times a second while a
+member waits, requests the stacks of all members, and kills those that hang 0.3 s later
+(`core.machine.suspicion`). What shows in the process alone is for its agent: one that is stopped,
+or whose control thread does not answer (`core.machine.agent_processes`, `ProcessBook._limits`:
+0.5 s and 30 s, or what the process asks for). To start, join and leave have limits of their own
+(`core.machine.timeouts.patience_s`: a minute to hours).
 
 Not all waiting is visible: a rank that waits in a collective of the script's own may look hung. In
 a group with subgroups (shards and their replicas) the collectives begun in each show which member
@@ -30,13 +32,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.core.config import NS_PER_S
-from elastic.core.facts import CollectiveCount, Generation, WorkerId
+from elastic.core.events.worker import ActivitySampled
+from elastic.core.facts import Assignment, CollectiveCount, Generation, WorkerId
+from elastic.core.messages import Pulse
 from elastic.core.policy.decision import Decision
+from elastic.core.policy.pacing import WAITING_NS, waiting_is_long_after_ns
 
+POLL_NS = NS_PER_S // 10
+LATE_NS = 3 * POLL_NS
+STILL_NS = NS_PER_S
+"""A stall is reported after this."""
+WAITING_AGAIN_NS = NS_PER_S // 2
+STILL_AGAIN_NS = NS_PER_S
+WORKING_NS, WORKING_AGAIN_NS = 10 * NS_PER_S, 5 * NS_PER_S
+"""Work without a step is reported after this, for people, and again in this interval."""
 FRESH_NS = 3 * NS_PER_S
-"""A report expires after this; a worker repeats it every second."""
+"""A report expires after this; a worker repeats it in time."""
 WORK_FRESH_NS = 15 * NS_PER_S
-"""The same for reports of work, which it repeats every five seconds."""
+"""The same for reports of work."""
 STUCK_TIMES = 2
 """Factor on the hang timeout if all wait, or all have stalled. A worker counts its wait from the
 last received bytes (`worker.base.activity.PeerTraffic`): a slow network is not a cut one."""
@@ -47,6 +60,71 @@ LONGEST_TIMES = 3
 """Factor on the longest pause of a process so far: it may pause that long again."""
 STALLED_MAX = 256
 """If more members have stalled, all are judged hung without an analysis."""
+
+
+class ActivityMonitor:
+    """Samples the main thread of a worker that trains, ten times a second.
+
+    Attributes:
+        check_at_ns: when to sample next.
+    """
+
+    def __init__(self) -> None:
+        self.check_at_ns = 0
+        self._beats = -1
+        self._moved_ns = 0
+        self._longest_ns = 0
+        self._worked_ns = 0
+        self._step = (0, 0)
+        self._reported = (False, False, False)
+        self._reported_ns = 0
+        self._long_ns = WAITING_NS
+
+    def begin(self, now_ns: int, world_size: int) -> None:
+        """Reset the state, because another generation trains."""
+        self.check_at_ns = now_ns + POLL_NS
+        self._long_ns = waiting_is_long_after_ns(world_size)
+        self._beats, self._moved_ns, self._worked_ns = -1, now_ns, now_ns
+        self._reported = (False, False, False)
+
+    def sample(self, seen: ActivitySampled, place: Assignment, now_ns: int) -> Pulse | None:
+        """Process one sample; return what to report of this member, None for nothing."""
+        late_ns = now_ns - self.check_at_ns
+        if late_ns > LATE_NS:
+            # The process was stopped, or code held the GIL: progress could not be observed.
+            self._moved_ns += late_ns
+        self.check_at_ns = now_ns + POLL_NS
+        if seen.beats != self._beats:
+            if self._beats > 0 and seen.has_stepped and not self._reported[0]:
+                self._longest_ns = max(self._longest_ns, now_ns - self._moved_ns)
+            self._beats, self._moved_ns = seen.beats, now_ns
+        step = (seen.epoch, seen.step)
+        if step != self._step or seen.waiting_ns:
+            self._step, self._worked_ns = step, now_ns
+        waits = seen.waiting_ns >= self._long_ns
+        still_ns, working_ns = now_ns - self._moved_ns, now_ns - self._worked_ns
+        # Before the training loop starts, user code may take any time for data and models.
+        stands = seen.beats > 0 and not seen.waiting_ns and still_ns >= STILL_NS
+        works = seen.beats > 0 and not stands and working_ns >= WORKING_NS
+        found = (waits, stands, works)
+        again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS if stands else WORKING_AGAIN_NS
+        is_due = any(found) and now_ns - self._reported_ns >= again_ns
+        if found == self._reported and not is_due:
+            return None
+        self._reported, self._reported_ns = found, now_ns
+        return Pulse(
+            place.worker_id,
+            place.generation,
+            waiting_ns=seen.waiting_ns if waits else 0,
+            still_ns=still_ns if stands else 0,
+            epoch=seen.epoch,
+            step=seen.step,
+            begun=seen.begun if waits or stands else (),
+            longest_ns=self._longest_ns,
+            has_stepped=seen.has_stepped,
+            working_ns=working_ns if works else 0,
+            work=seen.work if works else "",
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +155,27 @@ class MainThreadState:
     has_stepped: bool = True
     working_since_ns: int | None = None
     work: str = ""
+
+    @staticmethod
+    def of(pulse: Pulse, now_ns: int) -> MainThreadState:
+        """Return what a report says that comes now."""
+
+        def since_ns(duration_ns: int) -> int | None:
+            return now_ns - duration_ns if duration_ns > 0 else None
+
+        return MainThreadState(
+            generation=pulse.generation,
+            reported_ns=now_ns,
+            waiting_since_ns=since_ns(pulse.waiting_ns),
+            still_since_ns=since_ns(pulse.still_ns),
+            epoch=pulse.epoch,
+            step=pulse.step,
+            begun=pulse.begun,
+            longest_ns=pulse.longest_ns,
+            has_stepped=pulse.has_stepped,
+            working_since_ns=since_ns(pulse.working_ns),
+            work=pulse.work,
+        )
 
     def limit_ns(self, timeout_ns: int) -> int:
         times = 1 if self.has_stepped else FIRST_TIMES
