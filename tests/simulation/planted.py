@@ -341,13 +341,13 @@ def forgets_the_time_of_workers_that_are_gone(patch: Patch) -> None:
 @bug
 def leaves_alone_who_does_not_leave(patch: Patch) -> None:
     """Only stuck members of the newest group are ended."""
-    honest = reconcile._kill_overdue_workers
+    honest = timeouts.end_overdue
 
-    def kill_overdue_workers(cluster: Any, job: Any) -> None:
+    def end_overdue(cluster: Any, job: Any) -> None:
         if job.is_open:
             honest(cluster, job)
 
-    patch.setattr(reconcile, "_kill_overdue_workers", kill_overdue_workers)
+    patch.setattr(timeouts, "end_overdue", end_overdue)
 
 
 @bug

@@ -6,8 +6,8 @@ What is where:
                   reports (of workers). What has changed is settled at the end of the step:
                   reconcile (one job), queueing and pausing (who gets slots), feeding (jobs that
                   compute data for others), releasing (nodes)
-    groups        announcing, draining, early_finish, node_links, timeouts
-    failures      suspicion, node_liveness, health
+    groups        announcing, draining, early_finish, node_links
+    failures      timeouts (late and hung workers), suspicion, node_liveness, health
     checkpoints   saves (requests for them), copies (on other nodes)
     state         jobs, job_parts, cluster_parts, nodes, copy_book, link_book,
                   report_coalescing, restoring

@@ -37,10 +37,10 @@ from elastic.core.machine import (
     saves,
     suspicion,
 )
-from elastic.core.machine.announcing import announcement, send_worker
+from elastic.core.machine.announcing import announcement, send_worker, stop_order
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
 from elastic.core.machine.nodes import NodeDrain, NodeState
-from elastic.core.machine.reconcile import end_job, remind_of_leavers, stop_order
+from elastic.core.machine.reconcile import end_job, remind_of_leavers
 from elastic.core.machine.transitions import GroupPhase
 from elastic.core.messages import (
     Drain,

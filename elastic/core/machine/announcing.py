@@ -1,4 +1,4 @@
-"""The messages to each member about its group.
+"""The messages to workers: to each member about its group, and to those that must end.
 
 Rule: what is the same for all members is computed once per group, and no message grows with the
 number of members: groups may have ten thousand.
@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic.core.facts import Assignment, WorkerId, WorkerPhase
+from elastic.core.config import ns
+from elastic.core.facts import (
+    Assignment,
+    ExitCause,
+    ExitKind,
+    JobPhase,
+    WorkerId,
+    WorkerPhase,
+)
 from elastic.core.machine import copies
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
-from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup
+from elastic.core.messages import Announce, CoordinatorMessage, LeaveGroup, StopWorker
 from elastic.core.policy import replication
 from elastic.core.policy.ranks import RankPlace
 from elastic.errors import InvariantViolation
@@ -22,6 +30,32 @@ EACH = -1
 
 def send_worker(cluster: ClusterState, worker: WorkerState, message: CoordinatorMessage) -> None:
     cluster.send(cluster.node_of(worker), message)
+
+
+def stop_worker(
+    cluster: ClusterState, job: JobState, worker_id: WorkerId, cause: ExitCause
+) -> None:
+    """Order a worker to end, once; from here on it counts as absent."""
+    worker = job.workers[worker_id]
+    if worker.stop_cause is not None:
+        return
+    worker.stop_cause = cause
+    cluster.charge(job, worker)
+    cluster.queue.is_outdated = True
+    send_worker(cluster, worker, stop_order(cluster, job, worker))
+
+
+def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState) -> StopWorker:
+    """Return the message for a worker that must end.
+
+    If a user stops the job, its script is asked first: by SIGTERM, if it has its own handler.
+    """
+    cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
+    asks_script = job is not None and job.phase is JobPhase.STOPPED and not job.release.hurries
+    grace_s = 0.0 if cause.kind is ExitKind.HUNG else cluster.config.stop_grace_s
+    if asks_script and job is not None:
+        grace_s = max(grace_s, job.spec.grace_s)
+    return StopWorker(worker.report.worker_id, ns(grace_s), cause.detail, asks_script)
 
 
 def announce_end_early(cluster: ClusterState, job: JobState) -> bool:

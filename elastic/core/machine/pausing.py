@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from elastic.core.config import ns
 from elastic.core.facts import ExitCause, ExitKind, JobPhase, WorkerPhase
-from elastic.core.machine import reconcile, saves
+from elastic.core.machine import reconcile, saves, timeouts
+from elastic.core.machine.announcing import stop_worker
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.transitions import ReleasePhase
 from elastic.core.policy import eviction
@@ -74,7 +75,7 @@ def _has_time(cluster: ClusterState, job: JobState) -> bool:
     if (job.release.paused or job.release.is_leaving) and job.release.deadline_ns is None:
         job.release.deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
     if job.release.deadline_ns is None or cluster.now_ns < job.release.deadline_ns:
-        reconcile.wake(job, job.release.deadline_ns)
+        timeouts.wake(job, job.release.deadline_ns)
         return True
     return False
 
@@ -95,7 +96,7 @@ def _mind_time(cluster: ClusterState, job: JobState) -> None:
         if now_ns >= job.release.request_again_ns:
             saves.request_checkpoint(cluster, job)
             job.release.request_again_ns = now_ns + eviction.retry_ns(cluster.config)
-        reconcile.wake(job, job.release.request_again_ns)
+        timeouts.wake(job, job.release.request_again_ns)
 
 
 def _save(cluster: ClusterState, job: JobState) -> None:
@@ -105,7 +106,7 @@ def _save(cluster: ClusterState, job: JobState) -> None:
         saves.request_checkpoint(cluster, job)
         job.release.pause_request = job.reports.save_request
         job.release.deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
-        reconcile.wake(job, job.release.deadline_ns)
+        timeouts.wake(job, job.release.deadline_ns)
     job.reason = f"{_yields(job)} as soon as a checkpoint is written"
 
 
@@ -115,7 +116,7 @@ def _leave(cluster: ClusterState, job: JobState) -> None:
     job.release.deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
     job.reason = _leaves(job)
     # Members that do not leave by then may be cut off: see `JobState.candidates`.
-    reconcile.wake(job, job.release.deadline_ns)
+    timeouts.wake(job, job.release.deadline_ns)
     cause = "pause" if job.release.paused else "preempt"
     reconcile.request_leave(
         cluster, job, GroupPlan(GroupAction.ASK, cause=cause, saves=True), job.reason
@@ -206,7 +207,7 @@ def _release_workers(cluster: ClusterState, job: JobState) -> None:
         _wait_again(cluster, job)
     detail = "job paused" if job.release.paused else f"its job gave way to {job.release.yields_to}"
     for worker_id in sorted(job.workers):
-        reconcile.stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
+        stop_worker(cluster, job, worker_id, ExitCause(ExitKind.STOPPED, detail=detail))
 
 
 def _pause(cluster: ClusterState, job: JobState) -> None:

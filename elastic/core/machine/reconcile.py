@@ -38,10 +38,11 @@ from elastic.core.machine import (
     saves,
     timeouts,
 )
-from elastic.core.machine.announcing import send_worker
+from elastic.core.machine.announcing import send_worker, stop_order, stop_worker
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.timeouts import wake
 from elastic.core.machine.transitions import GroupPhase
-from elastic.core.messages import Announce, LeaveGroup, StartWorker, StopWorker
+from elastic.core.messages import Announce, LeaveGroup, StartWorker
 from elastic.core.policy import failure, membership
 from elastic.core.policy.membership import GroupAction, GroupPlan
 from elastic.core.policy.pacing import forming_is_long_after_ns
@@ -78,7 +79,7 @@ def reconcile_job(cluster: ClusterState, job: JobState) -> None:
         # a new member would train without it, and be spent itself when the successor joins.
         _start_workers(cluster, job)
     for _ in range(ROUNDS_MAX):
-        _kill_overdue_workers(cluster, job)
+        timeouts.end_overdue(cluster, job)
         if _is_complete(job):
             end_job(cluster, job, JobPhase.SUCCEEDED, "all workers finished")
             return
@@ -116,32 +117,6 @@ def end_job(cluster: ClusterState, job: JobState, phase: JobPhase, reason: str) 
     cluster.note("job_ended", job.job_id, phase=phase.value, reason=reason)
     cluster.touch(job)
     cluster.touch_active()
-
-
-def stop_worker(
-    cluster: ClusterState, job: JobState, worker_id: WorkerId, cause: ExitCause
-) -> None:
-    """Order a worker to end, once; from here on it counts as absent."""
-    worker = job.workers[worker_id]
-    if worker.stop_cause is not None:
-        return
-    worker.stop_cause = cause
-    cluster.charge(job, worker)
-    cluster.queue.is_outdated = True
-    send_worker(cluster, worker, stop_order(cluster, job, worker))
-
-
-def stop_order(cluster: ClusterState, job: JobState | None, worker: WorkerState) -> StopWorker:
-    """Return the message for a worker that must end.
-
-    If a user stops the job, its script is asked first: by SIGTERM, if it has its own handler.
-    """
-    cause = worker.stop_cause or ExitCause(ExitKind.STOPPED)
-    asks_script = job is not None and job.phase is JobPhase.STOPPED and not job.release.hurries
-    grace_s = 0.0 if cause.kind is ExitKind.HUNG else cluster.config.stop_grace_s
-    if asks_script and job is not None:
-        grace_s = max(grace_s, job.spec.grace_s)
-    return StopWorker(worker.report.worker_id, ns(grace_s), cause.detail, asks_script)
 
 
 def hurry(cluster: ClusterState, job: JobState) -> None:
@@ -365,59 +340,6 @@ def _is_complete(job: JobState) -> bool:
     return bool(left) and all(worker.has_finished(job.generation) for worker in left)
 
 
-def _kill_overdue_workers(cluster: ClusterState, job: JobState) -> None:
-    """Kill workers that did not start, join or leave in time.
-
-    Forming members wait for absent ones. If all are forming and none finishes, the hanging one is
-    unknown: the group is formed again, and that one will be absent.
-    """
-    members = job.member_ids() if job.is_open else ()
-    first_out: list[int | None] = []
-    for worker_id in [*members, *sorted(set(job.workers).difference(members))]:
-        worker = job.workers.get(worker_id)
-        if worker is None or worker.stop_cause is not None:
-            continue
-        report, since_ns = worker.report, max(job.newest.announced_ns, worker.group_sent_ns)
-        lingers_since_ns, worker.lingers_since_ns = worker.lingers_since_ns, None
-        is_forming = report.phase is WorkerPhase.FORMING
-        if members and report.generation >= job.generation:  # Only members know that generation.
-            if is_forming and not first_out:
-                first_out.append(timeouts.first_out_ns(job))
-            if not is_forming or (out_ns := first_out[0]) is None:
-                continue
-            since_ns = max(since_ns, out_ns)
-        if not cluster.node_of(worker).is_live():
-            continue
-        what = f"join generation {job.generation}"
-        is_member = job.is_open and job.is_member(worker_id)
-        if report.phase is WorkerPhase.STARTING:
-            since_ns = worker.since_ns
-            what = "get ready"
-        elif is_member and report.phase is WorkerPhase.TRAINING:
-            worker.lingers_since_ns = since_ns = lingers_since_ns or since_ns
-        elif is_member:
-            pass
-        elif report.phase in (WorkerPhase.FORMING, WorkerPhase.TRAINING):
-            # From the first group without it: later groups do not extend the time.
-            since_ns = lingers_since_ns or max(since_ns, worker.since_ns)
-            worker.lingers_since_ns = since_ns
-            what = f"leave generation {report.generation}"
-        else:
-            continue
-        limit_s = timeouts.patience_s(cluster, job, worker)
-        wake_ns = timeouts.dump_before_kill(cluster, worker, since_ns, limit_s, f"has to {what}")
-        if wake_ns is not None:
-            wake(job, wake_ns)
-            continue
-        detail = f"did not {what} within {limit_s:g} s"
-        if report.phase is WorkerPhase.STARTING:
-            detail = (
-                f"{worker_id} on node {worker.node_id} {detail}: its log shows where it stands; "
-                f"for a slower start set a larger TorchConfig(timeout_s=)"
-            )
-        stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
-
-
 def _save_before_they_leave(cluster: ClusterState, job: JobState) -> None:
     """Request a checkpoint in time, if the group cannot continue without the leaving nodes."""
     decision = draining.save_is_due(cluster, job)
@@ -576,9 +498,3 @@ def forgive(job: JobState) -> None:
         job.outcome.history.failures, 0, job.outcome.history.last
     )
     job.outcome.restart_at_ns = 0
-
-
-def wake(job: JobState, moment: int | None) -> None:
-    """Evaluate the job again at `moment`, or earlier if it has an earlier time."""
-    if moment is not None:
-        job.wake_ns = moment if job.wake_ns is None else min(job.wake_ns, moment)

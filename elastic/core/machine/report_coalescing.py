@@ -13,6 +13,7 @@ from elastic.core.config import NS_PER_S
 from elastic.core.facts import NO_GENERATION, WorkerId, WorkerPhase, WorkerReport
 from elastic.core.machine.job_parts import ReportWave, WaveKind
 from elastic.core.machine.jobs import ClusterState, JobState, WorkerState
+from elastic.core.machine.timeouts import wake
 from elastic.core.policy.membership import FORMABLE_PHASES
 
 POLL_NS, POLL_NS_PER_WORKER = NS_PER_S // 10, 50_000
@@ -38,8 +39,7 @@ def may_wait(
         other = job.workers.get(wave.left[-1])
         if other is not None and holds_back(cluster, job, other):
             pause_ns = max(POLL_NS, POLL_NS_PER_WORKER * len(job.workers))
-            check_ns = cluster.now_ns + pause_ns
-            job.wake_ns = check_ns if job.wake_ns is None else min(job.wake_ns, check_ns)
+            wake(job, cluster.now_ns + pause_ns)
             return True
         wave.left.pop()
     job.newest.wave = None

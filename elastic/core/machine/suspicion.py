@@ -1,4 +1,4 @@
-"""Failure detection while members wait for each other: probes nodes, ends hung workers.
+"""Failure detection while members wait for each other: probes nodes, has members judged.
 
 Rule: a healthy run causes none of it. It begins with the first member that reports to wait for its
 peers, and ends when none waits any more. A node is given up only after a probe, a hung worker only
@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from elastic.core.config import NS_PER_S, ns
 from elastic.core.events.coordinator import SendAgent
-from elastic.core.facts import ExitCause, ExitKind, WorkerPhase
 from elastic.core.machine import node_links, timeouts
 from elastic.core.machine.jobs import ClusterState, JobState
 from elastic.core.machine.nodes import NodeState
-from elastic.core.machine.reconcile import stop_worker
 from elastic.core.messages import Probe, Pulse
-from elastic.core.policy import hang
-from elastic.core.policy.hang import MainThreadState, WatchedMember
+from elastic.core.policy.hang import MainThreadState
 from elastic.core.policy.pacing import forming_is_long_after_ns
 
 POLL_NS = NS_PER_S // 10
@@ -64,7 +61,7 @@ def check(cluster: ClusterState) -> None:
         if job is not None and timeouts.does_somebody_wait(cluster, job):
             cluster.probes.polls[job_id] = cluster.now_ns + POLL_NS
             _probe(cluster, job, QUIET_NS, ns(cluster.config.probe_timeout_s))
-            _judge(cluster, job)
+            _check_members(cluster, job)
         elif job is not None and _is_forming(job):
             long_ns = forming_is_long_after_ns(len(job.member_ids()))
             cluster.probes.polls[job_id] = cluster.now_ns + long_ns
@@ -156,72 +153,13 @@ def _probe(cluster: ClusterState, job: JobState, quiet_ns: int, timeout_ns: int)
             cluster.do(SendAgent(node.session, Probe(cluster.probes.num_sent)))
 
 
-# ---------------------------------------------------------------- hung members
-
-
-def _judge(cluster: ClusterState, job: JobState) -> None:
-    """Request the stacks of all members when one hangs, and kill it after `DUMP_NS`."""
-    members = []
-    for worker_id in job.member_ids():
-        worker = job.workers.get(worker_id)
-        trains = (
-            worker is not None
-            and worker.stop_cause is None
-            and worker.report.phase is WorkerPhase.TRAINING
-            and worker.report.generation == job.generation
-            and cluster.node_of(worker).is_live()
-        )
-        members.append(WatchedMember(worker_id, trains, worker.main_thread if worker else None))
-    timeout_ns = ns(job.spec.hang_timeout_s)
-    decision = hang.judge(job.generation, members, cluster.now_ns, timeout_ns)
-    waiting = sum(
-        1 for m in members if m.main_thread and m.main_thread.waits(job.generation, cluster.now_ns)
-    )
-    works = decision.value.works
-    job.newest.hang.works = f"{works}; {waiting} of {len(members)} wait for it" if works else ""
+def _check_members(cluster: ClusterState, job: JobState) -> None:
+    """Judge members that do not move, and have nodes probe their links to each other meanwhile."""
+    decision = timeouts.judge_members(cluster, job)
     # Also before a member is judged hung: one that waits over a cut link, undetected, makes no
     # progress. And while a group forms: members with all their links already train, and wait for
     # the two without.
     since_ns = job.node_links.nowhere_ns if _is_forming(job) else decision.value.since_ns
     if since_ns:
         node_links.check_into(cluster, job, since_ns)
-    if decision.value.is_stuck:
-        _unstick(cluster, job, decision.reason)
-    culprits = decision.value.culprits
-    seconds = f"{(cluster.now_ns - decision.value.since_ns) / NS_PER_S:.1f}"
-    # A member that moves after all is not killed, however late.
-    job.newest.hang.culprits = {
-        worker_id: at for worker_id, at in job.newest.hang.culprits.items() if worker_id in culprits
-    }
-    fresh = [worker_id for worker_id in culprits if worker_id not in job.newest.hang.culprits]
-    for worker_id in fresh:
-        job.newest.hang.culprits[worker_id] = cluster.now_ns
-        worker = job.workers[worker_id]
-        main_thread = worker.main_thread
-        cluster.note(
-            "worker_hung",
-            job.job_id,
-            worker=worker_id,
-            node=worker.node_id,
-            rank=job.rank_of(worker_id),
-            epoch=main_thread.epoch if main_thread else "",
-            step=main_thread.step if main_thread else "",
-            seconds=seconds,
-        )
-    if fresh:
-        timeouts.dump_group_stacks(cluster, job, decision.reason)
-    for worker_id in culprits:
-        if cluster.now_ns - job.newest.hang.culprits[worker_id] >= timeouts.DUMP_NS:
-            detail = f"did not move for {seconds} s: {decision.reason}"
-            stop_worker(cluster, job, worker_id, ExitCause(ExitKind.HUNG, detail=detail))
-            cluster.touch(job)
-
-
-def _unstick(cluster: ClusterState, job: JobState, why: str) -> None:
-    """Request the stacks of all members, and mark the group as stuck, so that it is replaced."""
-    if job.newest.hang.stuck:
-        return
-    job.newest.hang.stuck = why
-    cluster.note("group_stuck", job.job_id, generation=job.generation, reason=why)
-    timeouts.dump_group_stacks(cluster, job, why)
-    cluster.touch(job)
+    timeouts.end_hung(cluster, job, decision)

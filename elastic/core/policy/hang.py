@@ -13,10 +13,10 @@ A worker reports on its own main thread (`ActivityMonitor`): not while it makes 
 it waits for its peers, has stalled, or has worked for long while its peers may wait for it; then
 repeatedly, and once more when that is over. The coordinator asks `judge` ten times a second while a
 member waits, requests the stacks of all members, and kills those that hang 0.3 s later
-(`core.machine.suspicion`). What shows in the process alone is for its agent: one that is stopped,
-or whose control thread does not answer (`core.machine.agent_processes`, `ProcessBook._limits`:
-0.5 s and 30 s, or what the process asks for). To start, join and leave have limits of their own
-(`core.machine.timeouts.patience_s`: a minute to hours).
+(`core.machine.timeouts.end_hung`). To start, join and leave have limits of their own there
+(`patience_s`: a minute to hours). What shows in the process alone is for its agent: one that is
+stopped, or whose control thread does not answer (`core.machine.agent_processes`,
+`ProcessBook._limits`: 0.5 s and 30 s, or what the process asks for).
 
 Not all waiting is visible: a rank that waits in a collective of the script's own may look hung. In
 a group with subgroups (shards and their replicas) the collectives begun in each show which member
