@@ -1,4 +1,4 @@
-"""One-line texts about training: steps per second, time by category, stragglers.
+"""Texts about training: steps per second, time by category, stragglers.
 
 Rule: pure functions, with the same words in `status`, `top` and the line of a followed job.
 """
@@ -17,6 +17,8 @@ from elastic.core.view import JobView
 
 SHOWN_PART = 0.001
 """A smaller share of the time is not shown."""
+STEP_COLUMNS = ("step time", "data", "exchange", "commit")
+"""What `status` and `top` show of each worker's steps."""
 
 
 def place_line(telemetry: Telemetry) -> str:
@@ -82,6 +84,14 @@ def step_line(telemetry: Telemetry) -> str:
     parts = ", ".join(f"{name} {ns / telemetry.steps / 1e6:.3g}" for name, ns in named)
     late = straggler_line(telemetry)
     return f"{telemetry.step_s * 1e3:.3g} ms: {parts}{f'; {late}' if late else ''}"
+
+
+def step_columns(telemetry: Telemetry) -> list[str]:
+    """Return the time of a step, and the shares of it, for `STEP_COLUMNS`."""
+    if not telemetry.steps:
+        return ["-"] * len(STEP_COLUMNS)
+    parts = (telemetry.data_wait_ns, telemetry.exchange_ns, telemetry.commit_ns)
+    return [f"{telemetry.step_s * 1e3:.3g} ms", *(f"{ns / telemetry.wall_ns:.0%}" for ns in parts)]
 
 
 def straggler_line(telemetry: Telemetry) -> str:

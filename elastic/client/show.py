@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from elastic.client.pace import job_goodput, pace_line, place_line, step_line
+from elastic.client.pace import (
+    STEP_COLUMNS,
+    job_goodput,
+    pace_line,
+    place_line,
+    step_columns,
+    step_line,
+)
 from elastic.client.plain import plain
 from elastic.client.text_format import (
     duration,
@@ -22,7 +29,6 @@ from elastic.client.text_format import (
     world_size,
 )
 from elastic.core.config import NS_PER_S
-from elastic.core.telemetry import Telemetry
 from elastic.core.view import JobView, NodeView
 from elastic.wire.codec_jobs import ClusterStatus
 
@@ -249,12 +255,11 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             console.print(f"  {name:<11}{escape(text)}")
     if not view.workers:
         return
-    columns = ("step time", "data", "exchange", "commit")
     table = new_table(
-        "worker", "node", "rank", "phase", "since", "generation", "steps", *columns, "pid"
+        "worker", "node", "rank", "phase", "since", "generation", "steps", *STEP_COLUMNS, "pid"
     )
     for worker in view.workers:
-        report, telemetry = worker.report, worker.telemetry
+        report = worker.report
         table.add_row(
             report.worker_id,
             worker.node_id,
@@ -263,18 +268,10 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
             duration(now_ns - worker.since_ns),
             str(report.generation),
             str(worker.steps),
-            *parts_of_step(telemetry),
+            *step_columns(worker.telemetry),
             str(report.pid or "-"),
         )
     console.print(table)
-
-
-def parts_of_step(telemetry: Telemetry) -> list[str]:
-    """Return the time of a step, and its shares for data, exchange and commit."""
-    if not telemetry.steps:
-        return ["-"] * 4
-    parts = (telemetry.data_wait_ns, telemetry.exchange_ns, telemetry.commit_ns)
-    return [f"{telemetry.step_s * 1e3:.3g} ms", *(f"{ns / telemetry.wall_ns:.0%}" for ns in parts)]
 
 
 def copies_line(view: JobView, now_ns: int) -> str:

@@ -15,13 +15,18 @@ from rich.markup import escape
 from rich.text import Text
 
 from elastic.client.jobs import Client
-from elastic.client.pace import eta_ns, place_line, straggler_line
+from elastic.client.pace import (
+    STEP_COLUMNS,
+    eta_ns,
+    place_line,
+    step_columns,
+    straggler_line,
+)
 from elastic.client.show import (
     bounds,
     coloured,
     job_as_dict,
     new_table,
-    parts_of_step,
     status_as_dict,
 )
 from elastic.client.terminal import (
@@ -126,9 +131,7 @@ def jobs_table(jobs: list[JobView], now_ns: int) -> RenderableType:
 
 def workers_table(view: JobView) -> RenderableType:
     """Return a table with a line for each worker; the straggler is marked."""
-    table = new_table(
-        "rank", "worker", "phase", "steps", "step time", "data", "exchange", "commit", "pid"
-    )
+    table = new_table("rank", "worker", "phase", "steps", *STEP_COLUMNS, "pid")
     late = view.telemetry.straggler
     ordered = sorted(view.workers, key=lambda w: (w.rank < 0, w.rank, w.report.worker_id))
     for worker in ordered[:WORKERS_MAX]:
@@ -139,7 +142,7 @@ def workers_table(view: JobView) -> RenderableType:
             worker.report.worker_id,
             coloured(worker.report.phase.value),
             str(worker.steps),
-            *parts_of_step(worker.telemetry),
+            *step_columns(worker.telemetry),
             str(worker.report.pid or "-"),
         )
     if len(ordered) > WORKERS_MAX:

@@ -7,6 +7,7 @@ compared with times of another machine.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -85,11 +86,12 @@ class Telemetry:
 
     A number that a worker measures gets to `elastic status` by a field here, and one of the same
     name in the message `Telemetry` of `proto/elastic/v1/facts.proto` (then `make proto`; a release
-    raises `core.messages.PROTOCOL`). Nothing on the way names the fields. It is set by
-    `worker.base.timing._Window.telemetry`, or by `StepEngine._telemetry` if the loop knows it, and
-    shown by `client.pace.pace_line` for a job, in a column of `client.show.print_job` for each
-    worker, and by `as_dict` below for programs. Of a job's workers that of the lowest rank is shown
-    (`view.JobView.telemetry`): what is the group's is the same on all ranks, as `samples` is.
+    raises `core.messages.PROTOCOL`). Nothing on the way names the fields. It is counted by
+    `worker.base.timing.Timing` in its `_Window`, or given by `StepEngine._telemetry` if the loop
+    knows it, sent about once a second (by other ranks than 0 of a large group less often), and
+    shown by `client.pace`: in `pace_line` for a job, in `STEP_COLUMNS` for each worker; for
+    programs by `as_dict` below. Of a job's workers that of the lowest rank is shown
+    (`first_reported`): what is the group's is the same on all ranks, as `samples` is.
 
     Attributes:
         steps: committed in this window; the times below are sums over them.
@@ -161,3 +163,11 @@ class Telemetry:
             "straggler": self.straggler if self.straggler >= 0 else None,
             "logged": json.loads(self.logged) if self.logged else {},
         }
+
+
+NOTHING_REPORTED = Telemetry()
+
+
+def first_reported(by_rank: Iterable[Telemetry]) -> Telemetry:
+    """Return a job's telemetry: that of the first member that has reported any."""
+    return next((one for one in by_rank if one != NOTHING_REPORTED), NOTHING_REPORTED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,14 +16,7 @@ from elastic.core.facts import (
     WorkerReport,
 )
 from elastic.core.records import Cordon, JobRecord
-from elastic.core.telemetry import Telemetry
-
-NOTHING_REPORTED = Telemetry()
-
-
-def first_reported(by_rank: Iterable[Telemetry]) -> Telemetry:
-    """Return a job's telemetry: that of the first member that has reported any."""
-    return next((one for one in by_rank if one != NOTHING_REPORTED), NOTHING_REPORTED)
+from elastic.core.telemetry import Telemetry, first_reported
 
 
 @dataclass(frozen=True)

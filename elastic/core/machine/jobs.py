@@ -45,8 +45,8 @@ from elastic.core.policy.hang import MainThreadState
 from elastic.core.policy.membership import Candidate, CurrentGroup
 from elastic.core.policy.ranks import RankPlace, assign_ranks
 from elastic.core.records import FORMER_MAX, FormerWorker, JobRecord
-from elastic.core.telemetry import START, Telemetry
-from elastic.core.view import JobSample, JobView, WorkerView, first_reported
+from elastic.core.telemetry import START, Telemetry, first_reported
+from elastic.core.view import JobSample, JobView, WorkerView
 
 
 @dataclass

@@ -50,7 +50,8 @@ class _Window:
     Attributes:
         began_ns: 0 before the first step of a group.
         data_before_ns: time that was spent waiting for data until then.
-        steps, compute_ns, exchange_ns, straggler_ns, commit_ns, samples, tokens: of `Telemetry`.
+        steps, compute_ns, exchange_ns, straggler_wait_ns, commit_ns, samples, tokens: as in
+            `Telemetry`.
         waited_for: nanoseconds by which a rank worked longer than the others, by rank.
     """
 
@@ -59,7 +60,7 @@ class _Window:
     steps: int = 0
     compute_ns: int = 0
     exchange_ns: int = 0
-    straggler_ns: int = 0
+    straggler_wait_ns: int = 0
     commit_ns: int = 0
     samples: int = 0
     tokens: int = 0
@@ -75,7 +76,7 @@ class _Window:
             data_wait_ns=data_ns - self.data_before_ns,
             compute_ns=self.compute_ns,
             exchange_ns=self.exchange_ns,
-            straggler_wait_ns=self.straggler_ns,
+            straggler_wait_ns=self.straggler_wait_ns,
             commit_ns=self.commit_ns,
             bytes_sent=seen.bytes_sent - bytes_before,
             samples=self.samples,
@@ -229,7 +230,7 @@ class Timing:
         self._spent[STRAGGLER_WAIT] += late_ns
         self._spent[PRODUCTIVE] += pending_ns - late_ns
         window.exchange_ns += pending_ns
-        window.straggler_ns += late_ns
+        window.straggler_wait_ns += late_ns
         if most:
             # On every rank, the slowest too: its time less the mean of all.
             rank, known = busy.index(most), [one for one in busy if one]
