@@ -1,5 +1,12 @@
 """How and when an agent ends: drained, released, or refused for good.
 
+A node drains on SIGTERM or SIGINT to its agent (`agent.cli.ShutdownTrigger`; at once on a second
+one), on a cloud's notice within the time that it gives, and on `elastic drain`. The agent reports
+it, and starts no more workers. The coordinator has those of the node leave their groups at a
+boundary (`policy.membership.decide`), and releases the node once it runs nothing and no copy in its
+memory is needed (`machine.releasing`). An agent that no coordinator knows ends with its last
+worker. At `stop_at_ns` workers that are still there are asked to end, at the deadline killed.
+
 Rule: an end that has begun may come sooner, never later, and keeps its first exit code.
 """
 

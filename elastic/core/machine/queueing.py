@@ -2,7 +2,7 @@
 
 Rule: the plan is computed when one of its inputs changed, never per report or per step, and a job
 alone in the cluster needs none. A released worker leaves like one on a draining node: at a
-boundary, without repeated work.
+boundary, without repeated work. How a preempted job gets there is for `pausing.advance`.
 """
 
 from __future__ import annotations
