@@ -323,8 +323,8 @@ def _lengths(value: Any) -> tuple[int, ...] | None:
 
 def _objects(values: Sequence[Any]) -> Any:
     found = np.empty(len(values), dtype=object)
-    for place, value in enumerate(values):
-        found[place] = value
+    for index, value in enumerate(values):
+        found[index] = value
     return found
 
 

@@ -327,8 +327,8 @@ def _unsigned(table: Any, keys: Sequence[str]) -> Any:
     for key in keys:
         kind = table.schema.field(key).type
         if kind in (pa.float32(), pa.float64()):
-            place = table.schema.get_field_index(key)
-            table = table.set_column(place, key, add(table.column(key), pa.scalar(0.0, kind)))
+            index = table.schema.get_field_index(key)
+            table = table.set_column(index, key, add(table.column(key), pa.scalar(0.0, kind)))
     return table
 
 

@@ -412,8 +412,8 @@ class Fetch(Operation):
     def apply(self, batch: Batch) -> Batch:
         numbers = to_numpy(batch)["id"].tolist()
         found = np.empty(len(numbers), dtype=object)
-        for place, number in enumerate(numbers):
-            found[place] = self.items[number]
+        for index, number in enumerate(numbers):
+            found[index] = self.items[number]
         return {"item": found}
 
 

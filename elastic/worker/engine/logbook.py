@@ -162,8 +162,8 @@ class Logbook:
         found = {}
         for number, name in enumerate(names):
             # A name that only some micro-batches log counts as much as these.
-            place = 2 + 2 * number
-            total, weight = (sum(row[at] for row in reported) for at in (place, place + 1))
+            index = 2 + 2 * number
+            total, weight = (sum(row[at] for row in reported) for at in (index, index + 1))
             found[name] = (total, weight)
         return found
 

@@ -177,8 +177,8 @@ def choices(members: Sequence[SnapshotInfo]) -> list[SnapshotKey | str]:
     keys = sorted(key for key in known if complete(key, members))
     listed = next((one.checkpoints for one in members if one.checkpoints is not None), ())
     found: list[tuple[int, int, int, SnapshotKey | str]] = []
-    for place, key in enumerate(keys):
-        found.append((key.steps, 1, place, key))
-    for place, (steps, name) in enumerate(listed):
-        found.append((steps, 0, -place, name))
+    for index, key in enumerate(keys):
+        found.append((key.steps, 1, index, key))
+    for index, (steps, name) in enumerate(listed):
+        found.append((steps, 0, -index, name))
     return [one[3] for one in sorted(found, key=lambda one: one[:3], reverse=True)]

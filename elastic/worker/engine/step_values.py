@@ -72,8 +72,8 @@ class StepValues:
             return {}
         every: dict[Span, NDArray[np.float64]] = {}
         for row, parts in zip(rows, partition.parts, strict=True):
-            for place, part in enumerate(parts):
-                begin = 1 + place * size
+            for index, part in enumerate(parts):
+                begin = 1 + index * size
                 every[part] = np.array(row[begin : begin + PAIR * len(names)])
         for left, right, total in partition.additions:
             every[total] = every[left] + every[right]

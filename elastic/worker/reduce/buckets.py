@@ -44,7 +44,7 @@ class Bucket:
         number: in the order in which backward is expected to complete them.
         unit: number of the unit that they belong to.
         strides: of their gradients, without gaps: fused optimizers go through both side by side.
-        touched: places of parameters whose gradients are to be moved, in that order.
+        touched: indices of parameters whose gradients are to be moved, in that order.
         used: which got a gradient in this micro-batch.
         leaf: what this micro-batch has given, None once it was added to others.
         pool: buffers that are not in use.
@@ -89,9 +89,9 @@ class Bucket:
             raise InvariantViolation(f"bucket {self.number} has no leaf")
         return self.leaf
 
-    def forget(self, place: int) -> None:
-        self.touched.pop(place, None)
-        self.used[place] = False
+    def forget(self, index: int) -> None:
+        self.touched.pop(index, None)
+        self.used[index] = False
 
     def flat(self) -> FlatTensor:
         """Return a buffer that is not in use."""
@@ -122,23 +122,23 @@ class Bucket:
             UsageError: a gradient is sparse.
         """
         fresh_views, fresh, more_views, more = [], [], [], []
-        for place in self.touched:
-            parameter = self.parameters[place]
+        for index in self.touched:
+            parameter = self.parameters[index]
             gradient: Any = parameter.grad
             parameter.grad = None
             if gradient is None:
                 continue
             if gradient.is_sparse:
                 raise UsageError(
-                    f"parameter {self.names[place]} has a sparse gradient, which cannot be reduced "
+                    f"parameter {self.names[index]} has a sparse gradient, which cannot be reduced "
                     f"in a fixed order: use sparse=False in its embedding"
                 )
-            if self.used[place]:
-                more_views.append(leaf.views[place])
+            if self.used[index]:
+                more_views.append(leaf.views[index])
                 more.append(gradient)
             else:
-                self.used[place] = True
-                fresh_views.append(leaf.views[place])
+                self.used[index] = True
+                fresh_views.append(leaf.views[index])
                 fresh.append(gradient)
         with torch.no_grad():
             if fresh:
@@ -161,10 +161,10 @@ class Bucket:
             if all(self.used):
                 leaf.flags.fill_(1)
             else:
-                for place, is_used in enumerate(self.used):
-                    leaf.flags[place] = float(is_used)
+                for index, is_used in enumerate(self.used):
+                    leaf.flags[index] = float(is_used)
                     if not is_used:
-                        leaf.views[place].zero_()
+                        leaf.views[index].zero_()
             if weight != 1.0:
                 leaf.tensor.mul_(weight)
 

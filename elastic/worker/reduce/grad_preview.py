@@ -22,9 +22,9 @@ def expose_partial_grad(bucket: Bucket, leaf: FlatTensor, idle: FlatTensor) -> N
     if not any(bucket.used):
         return
     idle.tensor.copy_(leaf.tensor)
-    for place, parameter in enumerate(bucket.parameters):
-        if bucket.used[place]:
-            parameter.grad = idle.views[place]
+    for index, parameter in enumerate(bucket.parameters):
+        if bucket.used[index]:
+            parameter.grad = idle.views[index]
 
 
 def show_zeros(buckets: Sequence[Bucket]) -> None:
@@ -33,10 +33,10 @@ def show_zeros(buckets: Sequence[Bucket]) -> None:
     All are views of the same memory: a survivor is to be in the next group soon.
     """
     bare = [
-        (parameter, bucket.strides[place])
+        (parameter, bucket.strides[index])
         for bucket in buckets
-        for place, parameter in enumerate(bucket.parameters)
-        if parameter.grad is None and (bucket.used[place] or place in bucket.touched)
+        for index, parameter in enumerate(bucket.parameters)
+        if parameter.grad is None and (bucket.used[index] or index in bucket.touched)
     ]
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter, _ in bare:
@@ -52,14 +52,14 @@ def show_zeros(buckets: Sequence[Bucket]) -> None:
 
 def hide(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
-        for place, parameter in enumerate(bucket.parameters):
-            if is_shown(bucket, place):
+        for index, parameter in enumerate(bucket.parameters):
+            if is_shown(bucket, index):
                 parameter.grad = None
 
 
-def is_shown(bucket: Bucket, place: int) -> bool:
+def is_shown(bucket: Bucket, index: int) -> bool:
     """Return whether what is in `p.grad` was taken already, or made of that by the loop."""
-    if bucket.used[place]:
+    if bucket.used[index]:
         return True
-    shown = bucket.seen.views[place] if bucket.seen is not None else None
-    return shown is not None and bucket.parameters[place].grad is shown
+    shown = bucket.seen.views[index] if bucket.seen is not None else None
+    return shown is not None and bucket.parameters[index].grad is shown

@@ -65,7 +65,7 @@ class _Layout:
 
     Attributes:
         bucket_bytes: size of a bucket.
-        slots: bucket of each parameter and its place there, by id.
+        slots: bucket of each parameter and its index there, by id.
     """
 
     bucket_bytes: int
@@ -190,9 +190,9 @@ class Reducer:
             unit.buckets = [bucket for bucket in buckets if bucket.unit == number]
         slots, hooks = {}, []
         for bucket in buckets:
-            for place, parameter in enumerate(bucket.parameters):
-                slots[id(parameter)] = bucket, place
-                hook = self._hook(bucket, place)
+            for index, parameter in enumerate(bucket.parameters):
+                slots[id(parameter)] = bucket, index
+                hook = self._hook(bucket, index)
                 hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         return _Layout(bucket_bytes, buckets, slots, hooks)
 
@@ -320,11 +320,11 @@ class Reducer:
         if step is None or not step.counts or all(one.has_stepped for one in self._units):
             return
         for parameter in parameters:
-            bucket, place = self._layout.slots.get(id(parameter), (None, 0))
+            bucket, index = self._layout.slots.get(id(parameter), (None, 0))
             if bucket is None or self._units[bucket.unit].has_stepped:
                 continue
             if id(parameter) not in step.stepped_by_others:
-                bucket.forget(place)
+                bucket.forget(index)
 
     def settle(self, unit: OptimizerUnit) -> bool:
         """Have the step's gradient in `p.grad`, once all is computed; False if the group broke."""
@@ -359,7 +359,7 @@ class Reducer:
 
     # ------------------------------------------------------------------------- backward
 
-    def _hook(self, bucket: Bucket, place: int) -> Callable[[nn.Parameter], None]:
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[nn.Parameter], None]:
         """Return what is called when backward has finished a parameter's gradient."""
         unit, touched = self._units[bucket.unit], bucket.touched
 
@@ -369,18 +369,18 @@ class Reducer:
                 return
             if parameter.grad is not None and parameter.grad.requires_grad:
                 raise UsageError(
-                    f"backward(create_graph=True) gave parameter {bucket.names[place]} a gradient "
+                    f"backward(create_graph=True) gave parameter {bucket.names[index]} a gradient "
                     f"with a graph, which cannot be kept, because gradients are added up elsewhere:"
                     f" compute what needs it by torch.autograd.grad(loss, parameters, "
                     f"create_graph=True)"
                 )
             if bucket.is_sent and not (unit.is_reduced or step.is_void):
                 raise UsageError(
-                    f"backward gave parameter {bucket.names[place]} a gradient once more, after it "
+                    f"backward gave parameter {bucket.names[index]} a gradient once more, after it "
                     f"was complete and sent: reentrant checkpointing does that to modules that are "
                     f"used several times; pass use_reentrant=False to torch.utils.checkpoint"
                 )
-            touched[place] = None
+            touched[index] = None
             unit.is_reached = True
             if len(touched) == len(bucket.parameters) and step.is_last:
                 self._send_early(step, bucket)
@@ -451,9 +451,9 @@ class Reducer:
             return
         for bucket in self._not_stepped():
             if any(bucket.used):
-                for place, parameter in enumerate(bucket.parameters):
-                    if bucket.used[place] and parameter.grad is None:
-                        bucket.forget(place)
+                for index, parameter in enumerate(bucket.parameters):
+                    if bucket.used[index] and parameter.grad is None:
+                        bucket.forget(index)
 
     def _after_backward(self, step: _Step, again: Sequence[_UnitStep]) -> None:
         calls_again = any(unit.is_reached for unit in again)
@@ -543,8 +543,8 @@ class Reducer:
         for bucket in unit.buckets:
             total = bucket.view(step.exchanges.of[bucket.number].total)
             seen = None if counts and all(bucket.used) else (total.flags != 0).tolist()
-            for place, parameter in enumerate(bucket.parameters):
-                parameter.grad = total.views[place] if seen is None or seen[place] else None
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.grad = total.views[index] if seen is None or seen[index] else None
 
     # ------------------------------------------------------------------------- the rest
 
@@ -574,9 +574,9 @@ class Reducer:
         if not step.counts or unit.has_stepped or unit.is_reduced:
             return  # Of the whole step, or of nothing that is done.
         for bucket in unit.buckets:
-            for place, parameter in enumerate(bucket.parameters):
-                if parameter.grad is not None and not is_shown(bucket, place):
-                    bucket.touched[place] = None
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None and not is_shown(bucket, index):
+                    bucket.touched[index] = None
             if bucket.touched:
                 bucket.move_gradients(bucket.the_leaf())
                 if not step.is_last:

@@ -62,8 +62,8 @@ class _UnitGradients:
 
     def begin_micro_batch(self) -> None:
         """Add up what the one before has given."""
-        for place, gradient in enumerate(self._fresh):
-            self._sums[place] = _added(self._sums[place], gradient)
+        for index, gradient in enumerate(self._fresh):
+            self._sums[index] = _added(self._sums[index], gradient)
         self.has_stepped = False
         self.forget_fresh()
 
@@ -82,15 +82,15 @@ class _UnitGradients:
         Args:
             chosen: ids of the parameters of which it does not; None for all.
         """
-        for place, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self._parameters):
             if chosen is None or id(parameter) in chosen:
-                self._fresh[place] = None
+                self._fresh[index] = None
 
     def take(self) -> None:
         """Put aside what backward has left in `p.grad`."""
-        for place, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self._parameters):
             gradient, parameter.grad = parameter.grad, None
-            self._fresh[place] = _added(self._fresh[place], gradient)
+            self._fresh[index] = _added(self._fresh[index], gradient)
 
     def show_fresh(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let `p.grad`, where there is none, be what this micro-batch has given so far."""
@@ -104,8 +104,8 @@ class _UnitGradients:
 
     def show_totals(self, factor: float) -> None:
         """Let `p.grad` be the step's gradient; None where no micro-batch has given one."""
-        for place, parameter in enumerate(self._parameters):
-            total = _added(self._sums[place], self._fresh[place])
+        for index, parameter in enumerate(self._parameters):
+            total = _added(self._sums[index], self._fresh[index])
             parameter.grad = total if total is None or factor == 1.0 else total * factor
 
 

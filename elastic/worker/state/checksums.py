@@ -61,15 +61,15 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the checksum of each; a device is waited for once."""
     found: dict[int, int] = {}
     there: dict[torch.device, dict[int, torch.Tensor]] = {}
-    for place, one in enumerate(tensors):
+    for index, one in enumerate(tensors):
         if one.device.type == "cpu":
-            found[place] = checksum(one)
+            found[index] = checksum(one)
         else:
-            there.setdefault(one.device, {})[place] = checksum_there(one)
+            there.setdefault(one.device, {})[index] = checksum_there(one)
     for some in there.values():
         numbers = torch.stack(list(some.values())).tolist()
-        found.update((place, n & MASK) for place, n in zip(some, numbers, strict=True))
-    return [found[place] for place in range(len(tensors))]
+        found.update((index, n & MASK) for index, n in zip(some, numbers, strict=True))
+    return [found[index] for index in range(len(tensors))]
 
 
 def values_print(value: Any) -> int:
@@ -94,9 +94,9 @@ def values_print(value: Any) -> int:
 
 def combined(numbers: Sequence[int]) -> int:
     """Return one number for all, which knows their places."""
-    return sum(one * factor(place) for place, one in enumerate(numbers)) & MASK
+    return sum(one * factor(index) for index, one in enumerate(numbers)) & MASK
 
 
-def factor(place: int) -> int:
+def factor(index: int) -> int:
     """Return an odd number for each place, so that equal values in other places differ."""
-    return ((2 * place + 1) * _ODD) & MASK | 1
+    return ((2 * index + 1) * _ODD) & MASK | 1

@@ -300,7 +300,7 @@ class TrainState:
                 yield from ((f"registered {name}: {n}", p) for n, p in thing.named_parameters())
         for number, optimizer in enumerate(self.optimizers):
             every = enumerate(parameters_of(optimizer))
-            yield from ((f"optimizer {number}, parameter {place}", one) for place, one in every)
+            yield from ((f"optimizer {number}, parameter {index}", one) for index, one in every)
 
     def still_between_steps(self) -> Iterator[torch.Tensor]:
         """Yield tensors that only steps of optimizers change, or code that torch can detect.
