@@ -21,9 +21,9 @@ STEP_COLUMNS = ("step time", "data", "exchange", "commit")
 """What `status` and `top` show of each worker's steps."""
 
 
-def place_line(telemetry: Telemetry) -> str:
+def position_line(telemetry: Telemetry) -> str:
     """Return "epoch 3/10 step 45/100", "" before a loop over epochs has reported."""
-    if not (telemetry.num_epochs or any(telemetry.place)):
+    if not (telemetry.num_epochs or any(telemetry.position)):
         return ""
     epochs = f"/{telemetry.num_epochs}" if telemetry.num_epochs else ""
     steps = f"/{telemetry.num_steps}" if telemetry.num_steps else ""
@@ -43,7 +43,7 @@ def progress_line(telemetry: Telemetry) -> str:
     if not telemetry.steps:
         return ""
     left_ns = eta_ns(telemetry)
-    parts = [place_line(telemetry), f"{telemetry.per_second(telemetry.steps):.3g} steps/s"]
+    parts = [position_line(telemetry), f"{telemetry.per_second(telemetry.steps):.3g} steps/s"]
     if left_ns is not None:
         parts.append(f"{duration(left_ns, digits=0)} left")
     return ", ".join(filter(None, parts))

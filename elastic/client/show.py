@@ -15,7 +15,7 @@ from elastic.client.pace import (
     STEP_COLUMNS,
     job_goodput,
     pace_line,
-    place_line,
+    position_line,
     step_columns,
     step_line,
 )
@@ -237,7 +237,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("submitter", record.submitter),
         ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
-        ("place", "" if view.has_ended() else place_line(view.telemetry)),
+        ("place", "" if view.has_ended() else position_line(view.telemetry)),
         ("pace", pace_line(view.telemetry)),
         ("step", step_line(view.telemetry)),
         ("goodput", job_goodput(view)),

@@ -18,7 +18,7 @@ from elastic.client.jobs import Client
 from elastic.client.pace import (
     STEP_COLUMNS,
     eta_ns,
-    place_line,
+    position_line,
     step_columns,
     straggler_line,
 )
@@ -115,7 +115,7 @@ def jobs_table(jobs: list[JobView], now_ns: int) -> RenderableType:
             duration(now_ns - view.since_ns),
             f"{world_size(view)} of {bounds(view)}",
             str(record.generation),
-            "-" if is_over else place_line(telemetry) or "-",
+            "-" if is_over else position_line(telemetry) or "-",
             f"{telemetry.per_second(telemetry.steps):.3g}"
             if telemetry.steps and not is_over
             else "-",

@@ -131,7 +131,7 @@ class Telemetry:
     logged: str = ""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Return its position in the run; comparable."""
         return self.epoch, self.step
 

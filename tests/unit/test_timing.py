@@ -97,7 +97,7 @@ def test_who_was_busy_longest_is_the_one_that_others_waited_for() -> None:
     # Who was late in the first and the last step is not known.
     assert told.straggler_wait_ns == 2 * 300_000_000
     assert told.exchange_ns == 320_000_000 * told.steps
-    assert (told.samples, told.place) == (64 * told.steps, (1, 2))
+    assert (told.samples, told.position) == (64 * told.steps, (1, 2))
     assert loop.spent().straggler_wait_ns == 2 * 300_000_000
 
 

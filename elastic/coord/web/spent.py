@@ -5,7 +5,7 @@ Rule: a bar's parts sum to the allocated time; the numbers are also shown as tex
 
 from __future__ import annotations
 
-from elastic.client.pace import eta_ns, pace_line, place_line
+from elastic.client.pace import eta_ns, pace_line, position_line
 from elastic.client.text_format import duration
 from elastic.coord.web.html import Html, element, joined
 from elastic.coord.web.parts import Part, pill, row
@@ -66,7 +66,7 @@ def goodput_text(job: JobView) -> str:
 def pace_facts(telemetry: Telemetry) -> dict[str, object]:
     """Return the job's position in the run, its pace, and the estimated time left."""
     facts: dict[str, object] = {
-        "place": place_line(telemetry) or "–",
+        "place": position_line(telemetry) or "–",
         "pace": pace_line(telemetry) or "–",
     }
     left_ns = eta_ns(telemetry)

@@ -37,11 +37,11 @@ def take_report(cluster: ClusterState, session: SessionId, report: Report) -> No
             )
         return
     # An agent that has reconnected resends its newest ones, which may be known.
-    place, is_users = (report.generation, report.index), is_metrics(report)
-    is_again = is_users and place == job.reports.newest
-    if is_users and place > job.reports.newest:
+    number, is_users = (report.generation, report.index), is_metrics(report)
+    is_again = is_users and number == job.reports.newest
+    if is_users and number > job.reports.newest:
         # A report with a slow upload may come late, and is not the newest.
-        job.reports.metrics, job.reports.newest = report.metrics, place
+        job.reports.metrics, job.reports.newest = report.metrics, number
     if report.kind is ReportKind.VALIDATION:
         # Not progress of the run: a new rank 0 resends all results of validations.
         _take_validation(cluster, job, report)
@@ -146,7 +146,7 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
         return
     worker, telemetry = job.workers[progress.worker_id], progress.telemetry
     # Also of an earlier generation: it has time that was not charged yet.
-    job.ledger.add_report(worker.account, progress.spent, telemetry.place, cluster.now_ns)
+    job.ledger.add_report(worker.account, progress.spent, telemetry.position, cluster.now_ns)
     if progress.generation != job.generation:
         return
     worker.steps, worker.telemetry = progress.steps, telemetry
@@ -173,14 +173,14 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
 
 def _behind(job: JobState) -> dict[str, str]:
     """Return where a group is that does steps again, because nobody had the state after them."""
-    place = min((w.telemetry.place for w in job.present_members()), default=(0, 0))
-    if place == (0, 0) or place >= job.ledger.again_until:
+    position = min((w.telemetry.position for w in job.present_members()), default=(0, 0))
+    if position == (0, 0) or position >= job.ledger.again_until:
         return {}  # Not reported, or nothing is done again.
-    return {"at": _place_text(place), "was_at": _place_text(job.ledger.again_until)}
+    return {"at": _position_text(position), "was_at": _position_text(job.ledger.again_until)}
 
 
-def _place_text(place: tuple[int, int]) -> str:
-    epoch, step = place
+def _position_text(position: tuple[int, int]) -> str:
+    epoch, step = position
     return f"epoch {epoch}, step {step}"
 
 

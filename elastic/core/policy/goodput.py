@@ -149,7 +149,7 @@ class Ledger:
         account.since_ns = now_ns
 
     def add_report(
-        self, account: Account, reported: Goodput, place: tuple[int, int], now_ns: int
+        self, account: Account, reported: Goodput, position: tuple[int, int], now_ns: int
     ) -> None:
         """Charge the time that a worker reports."""
         times, before = reported.times(), account.reported
@@ -163,8 +163,8 @@ class Ledger:
             if trains_ns:  # What it never reports of an earlier group, it spent on leaving it.
                 self.charged[REFORM] += account.late_ns
                 account.late_ns = 0
-            if place <= self.again_until and any(place):
+            if position <= self.again_until and any(position):
                 parts[REDONE] += parts[PRODUCTIVE]
                 parts[PRODUCTIVE] = 0
             self.charged = [sum(pair) for pair in zip(self.charged, parts, strict=True)]
-        self.furthest = max(self.furthest, place)
+        self.furthest = max(self.furthest, position)

@@ -122,7 +122,7 @@ class Delivery:
         outcome = reported.conclude(votes, self.report)
         if not self.report.leaves:
             votes.forget(key, self.readers)
-        if outcome.path and _place_of(self.parts.path) != _place_of(outcome.path):
+        if outcome.path and _folder_of(self.parts.path) != _folder_of(outcome.path):
             self.parts.release()
         return outcome
 
@@ -166,9 +166,9 @@ class Delivery:
 def name_in(run: RunDirectory, path: str, what: str) -> str:
     """Return the name of a checkpoint in the run directory; UsageError if it lies elsewhere."""
     folder = f"{run.path}/{CHECKPOINTS}"
-    kind, place = _place_of(path)
-    parent, _, name = place.rpartition("/")
-    if (kind, parent) != _place_of(folder):
+    kind, root = _folder_of(path)
+    parent, _, name = root.rpartition("/")
+    if (kind, parent) != _folder_of(folder):
         raise UsageError(
             f"train.report: {what} {path}, expected a directory in {Files(folder).path}: write the "
             f"checkpoint there (train.get_context().get_storage() is the run directory)"
@@ -176,11 +176,11 @@ def name_in(run: RunDirectory, path: str, what: str) -> str:
     return name
 
 
-def _place_of(path: str) -> tuple[type, str]:
+def _folder_of(path: str) -> tuple[type, str]:
     """Return the kind of file system of a local path or an URL, and where it lies there."""
     files = Files(path)
-    place = files.root.rstrip("/")
-    return type(files.fs), os.path.realpath(place) if files.is_local else place
+    root = files.root.rstrip("/")
+    return type(files.fs), os.path.realpath(root) if files.is_local else root
 
 
 class BackgroundDelivery:
