@@ -220,3 +220,13 @@ class PresentGroup:
     is_leaving: bool = False
     error: BaseException | None = None
     reagrees_in_place: bool = False
+
+    def next_report(self, here: ProgramPoint) -> tuple[str, int]:
+        """Count a report that is made at this point; return its name, and how many vote on it.
+
+        Names are in order as text, too. Members that had come further when this group was formed
+        have made this report before.
+        """
+        number, at = self.reports.next(here), here.cursor
+        voters = sum(1 for one in self.program_points if one <= here)
+        return f"e{at.epoch:05d}-s{at.step:07d}-{here.part.value}{number}", voters

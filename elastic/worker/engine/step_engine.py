@@ -986,14 +986,8 @@ class StepEngine:
         """Report once per step, or once between epochs; see `train.report`."""
         if not self.runs_after_step():
             return  # The report of a step is made once, where its gradients are complete.
-        here, points = self._program_point(), self._group.program_points
-        # Members that had come further when this group was formed have made this report before.
-        voters = sum(1 for one in points if one <= here)
-        number = self._group.reports.next(here)
-        at = here.cursor
-        # In order as text, too.
-        where = f"e{at.epoch:05d}-s{at.step:07d}-{here.part.value}{number}"
-        if 0 < voters < len(points):
+        where, voters = self._group.next_report(self._program_point())
+        if 0 < voters < len(self._group.program_points):
             if checkpoint is not None and checkpoint is not NO_PART:
                 log.warning(
                     "checkpoint_given_up at=%s: it would lack the parts of members that have made "
