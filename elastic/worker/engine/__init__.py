@@ -8,7 +8,8 @@ What is where:
                   they exchange), recovery_modes, resume_point; bystander (a process without steps)
     checkpoints   checkpoint_schedule, state_restore, peer_copies; of a sharded model
                   sharded_choice, sharded_restore
-    errors        usage_errors, divergence (ranks differ), still_weights (that change too often),
-                  unregistered (what is in no state of the run), outcome
+    errors        usage_errors, loop_guard (what a loop must not do) with still_weights (that change
+                  too often) and unregistered (what is in no state of the run); divergence (ranks
+                  differ), outcome
     the script    train_call (what runs here), context (what it can know of its place)
 """

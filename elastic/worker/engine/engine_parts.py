@@ -19,9 +19,8 @@ from elastic.core.policy.program_points import CodePart, ProgramPoint
 from elastic.core.policy.recovery import PassPosition
 from elastic.errors import UsageError
 from elastic.worker.engine.logbook import PointCounter
+from elastic.worker.engine.loop_guard import LoopGuard
 from elastic.worker.engine.step_values import StepValues
-from elastic.worker.engine.still_weights import StillWeights
-from elastic.worker.engine.unregistered import UnregisteredObjects
 from elastic.worker.reduce.reducer import OptimizerUnit, Reducer
 from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer
 from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
@@ -63,19 +62,14 @@ class RunningLoop:
 
     Attributes:
         units: by the id of their optimizer.
-        still: weights that nothing may change while a step is computed.
-        sync_norms: modules that exchange statistics by themselves, by name.
-        unregistered: looks for what changes beside the run's state; None in a framework's loop, and
-            where an earlier call has looked.
+        guard: refuses what the loop must not do.
         patches: of torch, undone at the end.
     """
 
     reducer: Reducer | ShardedReducer
     padding: Padding
     units: dict[int, OptimizerUnit]
-    still: StillWeights
-    sync_norms: Mapping[str, torch.nn.SyncBatchNorm]
-    unregistered: UnregisteredObjects | None
+    guard: LoopGuard
     patches: ExitStack
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -184,15 +178,11 @@ class Iteration:
         batch: the micro-batch at hand, None between two.
         share: our part of the step that it belongs to.
         calls: what optimizers that were asked to step in it do, by id.
-        rates: prints of the learning rates with which they were asked to in this step, by id.
-        asks: the loop has asked in it whether a step is done, or how many are.
     """
 
     batch: MicroBatch | None = None
     share: StepShare | WeighedShare | None = None
     calls: dict[int, OptimizerCall] = field(default_factory=dict)
-    rates: dict[int, int] = field(default_factory=dict)
-    asks: bool = False
 
 
 @dataclass

@@ -111,6 +111,7 @@ from elastic.worker.engine.group_sync import (
     share_book,
     share_latest,
 )
+from elastic.worker.engine.loop_guard import LoopGuard
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.prepared_optimizers import (
     adopt_optimizer,
@@ -126,8 +127,6 @@ from elastic.worker.engine.resume_point import ResumePoint
 from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.state_recovery import catch_up
 from elastic.worker.engine.step_values import StepValues
-from elastic.worker.engine.still_weights import StillWeights
-from elastic.worker.engine.unregistered import UnregisteredObjects
 from elastic.worker.engine.whole_step import WholeStep
 from elastic.worker.group.abortable_wait import checked
 from elastic.worker.group.c10d import default_group
@@ -301,8 +300,7 @@ class StepEngine:
                 yield epoch
                 self._epochs.close_pass()
                 self.check_left()
-                if (unregistered := self._the_loop().unregistered) is not None:
-                    unregistered.check()
+                self._the_loop().guard.close_epoch()
                 if self.cursor.epoch == epoch:
                     self.run.cursor = Cursor(epoch + 1, 0)
                 self._set_whole()
@@ -319,15 +317,9 @@ class StepEngine:
             raise UsageError("train.epochs: a loop over it is running already")
         if self._epochs.is_over:
             raise usage_errors.second_loop()
-        looks = is_users and self._resume_point.given is None
-        unregistered = UnregisteredObjects(self.state) if looks else None
-        usage_errors.check_forward(self.state.models)
-        sync_norms = usage_errors.sync_norms(self.state.models)
-        usage_errors.check_sync_norms(sync_norms)
-        usage_errors.check_whole(self.state.optimizers)
-        usage_errors.check_scheduled(self.state)
+        guard = LoopGuard(self.state, looks=is_users and self._resume_point.given is None)
         recovery = recovery_of(self.state, self.options.recovery)
-        self._loop = self._make_loop(sync_norms, unregistered)
+        self._loop = self._make_loop(guard)
         self.options = replace(self.options, recovery=recovery)
         self.groups.declare(in_place=self.options.is_in_place)
         self.groups.defer(self.options.is_in_place)
@@ -345,9 +337,7 @@ class StepEngine:
                 return
         self._change_group(is_first=True)
 
-    def _make_loop(
-        self, sync_norms: Mapping[str, nn.SyncBatchNorm], unregistered: UnregisteredObjects | None
-    ) -> RunningLoop:
+    def _make_loop(self, guard: LoopGuard) -> RunningLoop:
         units = self.state.begin()
         reducer, padding = make_reducer(
             self.state,
@@ -359,17 +349,13 @@ class StepEngine:
         with ExitStack() as patches:
             patches.enter_context(scalers_know(self))
             patches.enter_context(modules_know(reducer.parameters_zeroed))
-            # Modules replace sharded ones while they are gathered.
-            still = StillWeights(() if self.state.is_sharded else self.state.named_weights())
             names = self._divergence.begin()
             patches.enter_context(unprepared_refused(names, self._is_committing))
-            patches.enter_context(data_waits(self._checkpoints.settle, still))
+            patches.enter_context(data_waits(self._checkpoints.settle, guard.still))
             patches.enter_context(captures_wait(self._checkpoints.settle))
             patches.enter_context(checked(self._check_collective))
             self._take(LoopBegan(len(units)))
-            return RunningLoop(
-                reducer, padding, units, still, sync_norms, unregistered, patches.pop_all()
-            )
+            return RunningLoop(reducer, padding, units, guard, patches.pop_all())
 
     def _end(self) -> None:
         """The loop is left: from here on the train function is like any other."""
@@ -446,7 +432,10 @@ class StepEngine:
                     break
         except GeneratorExit:
             is_over = self.has_begun  # By a `break`, or by what the loop's body raises.
-            self._epochs.cut = self._find_cut()
+            if self._loop is not None:
+                self._epochs.cut = self._loop.guard.cut_at(
+                    self._machine.phase, self.cursor, counts_iterations=self._counts_iterations()
+                )
             raise
         finally:
             self._settle_snapshot()
@@ -461,6 +450,7 @@ class StepEngine:
                 self._epochs.pass_phase = PassPhase.LEFT
             self._forget_step()
             if self._loop is not None:
+                self._loop.guard.leave_pass()
                 self._loop.padding.forget()
                 self._loop.reducer.release_gradients()
             if is_over:
@@ -471,19 +461,6 @@ class StepEngine:
             # User code between epochs may take as long as it likes.
             self.context.activity.reset()
             self.context.timing.switch(USER)
-
-    def _find_cut(self) -> UsageError | None:
-        """Return what is wrong with leaving the pass here; None if all ranks leave it here, too.
-
-        Leaving before any optimizer was asked is no cut: every rank has that place in a step.
-        """
-        iteration = self._iteration
-        if self._machine.phase is StepPhase.GATHERING and iteration.rates:
-            return usage_errors.left_within_a_step(self.cursor)
-        is_counted = self._machine.phase is StepPhase.COMMITTED and not iteration.asks
-        if is_counted and self._counts_iterations():
-            return usage_errors.left_by_count(self.cursor)
-        return None
 
     def _counts_iterations(self) -> bool:
         """Return whether how many iterations a step has depends on the number of workers."""
@@ -606,7 +583,7 @@ class StepEngine:
     def _open_iteration(self, loader: MicroBatches, *, of_whole_step: bool = False) -> Any:
         """Return the next micro-batch, with everything set for it."""
         loop = self._the_loop()
-        usage_errors.check_sync_norms(loop.sync_norms)  # `train()` may come after the beginning.
+        loop.guard.open_iteration()
         timing, context = self.context.timing, self.context
         timing.switch(DATA_WAIT)
         is_again, batch = loop.padding.is_under_way, loop.padding.take(loader.next)
@@ -620,8 +597,9 @@ class StepEngine:
         is_last, padded = batch.number == last - 1, loop.padding.pad(batch)
         if padded is None:
             loop.reducer.begin_micro_batch(batch.number)
-        of_step = Iteration(share=share) if begins_step else self._iteration
-        self._iteration = Iteration(padded or batch, of_step.share, rates=of_step.rates)
+        self._iteration = Iteration(
+            padded or batch, share if begins_step else self._iteration.share
+        )
         self._take(MicroBatchOpened(is_last and padded is None, of_whole_step))
         seed_everything(micro_batch_seed(loader.plan.seed, self.cursor, batch.number))
         return (padded or batch).value
@@ -645,7 +623,7 @@ class StepEngine:
         )
         loop.reducer.begin_step(share, row.numbers())
         loop.padding.begin_step(share)
-        loop.still.begin()
+        loop.guard.begin_step()
 
     def _check_collective(self) -> None:
         """Refuse one that the loop calls for each micro-batch, if ranks have unequally many.
@@ -687,11 +665,9 @@ class StepEngine:
 
     def _close_step(self) -> None:
         """The user's code for a committed step is through: we are at a boundary."""
-        loop, run = self._the_loop(), self.run
-        loop.still.check_after()
+        run = self.run
+        self._the_loop().guard.step_closed()
         self._note_step()
-        if loop.unregistered is not None:
-            loop.unregistered.step_done(has_asked=self._iteration.asks)
         self._pending.end()
         run.logbook.commit_step()  # Only now: plain loops log after `optimizer.step()`.
         self._set_whole()
@@ -775,7 +751,9 @@ class StepEngine:
         elif isinstance(effect, TakeGradients):
             self._the_reducer().unit_stepped(self._the_loop().units[effect.optimizer])
         elif isinstance(effect, CheckRates):
-            self._check_rates(self._iteration.calls[effect.optimizer].optimizer)
+            optimizer = self._iteration.calls[effect.optimizer].optimizer
+            loop = self._the_loop()
+            loop.guard.check_rates(optimizer, self.cursor, loop.units)
         elif isinstance(effect, KeepStep):
             call = self._iteration.calls[effect.optimizer]
             self._pending.add(call.optimizer, call.real)
@@ -799,12 +777,6 @@ class StepEngine:
             return usage_errors.OF_STEPS[effect.reason](self.cursor)
         optimizer = self._iteration.calls[effect.optimizer].optimizer
         return usage_errors.OF_OPTIMIZERS[effect.reason](optimizer)
-
-    def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        rates = rates_print([optimizer])
-        if self._iteration.rates.setdefault(id(optimizer), rates) != rates:
-            self.state.check_still_known(self._the_loop().units)
-            raise usage_errors.rates_within_a_step(optimizer, self.cursor)
 
     def _settle(self) -> None:
         """Have all of a step that needs other ranks: after that, to commit it is a local matter."""
@@ -839,7 +811,7 @@ class StepEngine:
 
     def _settle_buffers(self) -> bool:
         """Do the last of a step that needs other ranks; leaving it puts the buffers back."""
-        self._the_loop().still.check()
+        self._the_loop().guard.still.check()
         # An aborted NCCL collective ends without an error, so that order counts.
         return self._the_reducer().settle_buffers(
             # The script may have gone on after an error of a collective of its own.
@@ -886,11 +858,8 @@ class StepEngine:
             self.run.count_step(self.context.generation)
             self.run.is_held = True
             self._take(StepCommitted(True))
-            if self._counts_iterations() and not self._iteration.asks:
-                loop = self._the_loop()
-                loop.still.begin()
-                if loop.unregistered is not None:
-                    loop.unregistered.step_committed()
+            if self._counts_iterations():
+                self._the_loop().guard.step_committed()
             self._group.is_leaving = any(row.requests for row in rows)
             self._checkpoints.committed(rows)
             self.run.logbook.take_rows([row.values for row in rows])
@@ -958,9 +927,8 @@ class StepEngine:
 
     def note_asked(self) -> None:
         """The loop asks whether a step is done, or how many are: it does not count iterations."""
-        self._iteration.asks = True
-        if self._loop is not None and self._machine.phase is StepPhase.COMMITTED:
-            self._loop.still.end()
+        if self._loop is not None:
+            self._loop.guard.note_asked(follows_commit=self._machine.phase is StepPhase.COMMITTED)
 
     def once(self, call: Callable[[], Any], *, thing: object = None) -> Any:
         is_now, is_with_step = self.runs_after_step(), self._machine.phase in AT_STEP

@@ -1,0 +1,111 @@
+"""What a loop over epochs must not do, and where that shows.
+
+How many iterations a rank has in a step depends on the number of workers, and a step may be done
+again. So nothing may come of how often the loop's body runs: no weights or registered objects
+changed in each iteration, no rate that follows from its number, no end at a count of them.
+
+Rule: the engine tells what happens, and this refuses by a UsageError that names what to write
+instead. Nothing else follows from what is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from elastic.core.machine.transitions import StepPhase
+from elastic.core.policy.cursor import Cursor
+from elastic.errors import UsageError
+from elastic.worker.engine import usage_errors
+from elastic.worker.engine.still_weights import StillWeights
+from elastic.worker.engine.unregistered import UnregisteredObjects
+from elastic.worker.reduce.reducer import OptimizerUnit
+from elastic.worker.reduce.step_metadata import rates_print
+from elastic.worker.state.train_state import TrainState
+
+
+class LoopGuard:
+    """Watches one loop, from its beginning to its end.
+
+    Attributes:
+        still: weights that nothing may change while a step is computed.
+    """
+
+    def __init__(self, state: TrainState, *, looks: bool) -> None:
+        """Refuse what cannot be trained with.
+
+        Args:
+            state: what is prepared and registered.
+            looks: for what changes beside it; not in a framework's loop, which keeps more, nor
+                where an earlier call of the train function has looked.
+        """
+        self._state = state
+        self._unregistered = UnregisteredObjects(state) if looks else None
+        usage_errors.check_forward(state.models)
+        self._sync_norms = usage_errors.sync_norms(state.models)
+        usage_errors.check_sync_norms(self._sync_norms)
+        usage_errors.check_whole(state.optimizers)
+        usage_errors.check_scheduled(state)
+        # Modules replace sharded ones while they are gathered.
+        self.still = StillWeights(() if state.is_sharded else state.named_weights())
+        # Prints of the learning rates with which optimizers were asked to step, by their ids.
+        self._rates: dict[int, int] = {}
+        # This iteration has asked whether a step is done, or how many are.
+        self._has_asked = False
+
+    def open_iteration(self) -> None:
+        usage_errors.check_sync_norms(self._sync_norms)  # `train()` may come after the beginning.
+        self._has_asked = False
+
+    def begin_step(self) -> None:
+        self.still.begin()
+        self._rates = {}
+
+    def check_rates(
+        self, optimizer: torch.optim.Optimizer, cursor: Cursor, units: Mapping[int, OptimizerUnit]
+    ) -> None:
+        """Refuse other rates than in the iteration before of the same step."""
+        rates = rates_print([optimizer])
+        if self._rates.setdefault(id(optimizer), rates) != rates:
+            self._state.check_still_known(units)
+            raise usage_errors.rates_within_a_step(optimizer, cursor)
+
+    def step_committed(self) -> None:
+        """The loop's body goes on behind a step, in one of several iterations that it may have."""
+        if not self._has_asked:
+            self.still.begin()
+            if self._unregistered is not None:
+                self._unregistered.step_committed()
+
+    def note_asked(self, *, follows_commit: bool) -> None:
+        """The body asks whether a step is done: what it does from here on is done once."""
+        self._has_asked = True
+        if follows_commit:
+            self.still.end()
+
+    def step_closed(self) -> None:
+        """The body is through with a step."""
+        self.still.check_after()
+        if self._unregistered is not None:
+            self._unregistered.step_done(has_asked=self._has_asked)
+
+    def cut_at(
+        self, phase: StepPhase, cursor: Cursor, *, counts_iterations: bool
+    ) -> UsageError | None:
+        """Return what is wrong with leaving a pass here; None if all ranks leave it here, too.
+
+        Leaving before any optimizer was asked is no cut: every rank has that place in a step.
+        """
+        if phase is StepPhase.GATHERING and self._rates:
+            return usage_errors.left_within_a_step(cursor)
+        if phase is StepPhase.COMMITTED and counts_iterations and not self._has_asked:
+            return usage_errors.left_by_count(cursor)
+        return None
+
+    def leave_pass(self) -> None:
+        self._rates, self._has_asked = {}, False
+
+    def close_epoch(self) -> None:
+        if self._unregistered is not None:
+            self._unregistered.check()
