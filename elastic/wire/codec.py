@@ -194,14 +194,7 @@ def _port(
     if value.fill is not None:
         return _message_port(field, known, value, optional=len(options) == 2)
     check(len(options) == 1, f"{field.full_name}: only a message can be absent")
-    if isinstance(known.default, Enum):
-        value = dataclasses.replace(value, from_wire=_or(known.default, value.from_wire))
     return _scalar_port(field, known.name, value)
-
-
-def _or(default: Enum, from_wire: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Read an enum, or the dataclass's default where an older peer did not send it."""
-    return lambda number: from_wire(number) if number else default
 
 
 def _scalar_port(field: FieldDescriptor, known: str, value: ValueCodec) -> FieldCodec:
@@ -353,8 +346,8 @@ def _enum_value(kind: type[Enum], field: FieldDescriptor) -> ValueCodec:
     def from_wire(number: int) -> Enum:
         if number not in members:
             raise PeerError(
-                f"{full_name}={number}: expected 1 to {len(members)}; a newer peer may know more, "
-                f"install the same version of elastic-torch on both sides"
+                f"{full_name}={number}: expected 1 to {len(members)}; install the same version of "
+                f"elastic-torch on both sides"
             )
         return members[number]
 

@@ -100,7 +100,7 @@ class GroupSpec:
         if not self.key:
             raise ConfigError(
                 f"{self}: expected a secret of the generation, without which anybody could be a "
-                f"member; the coordinator is older than this worker and gives none"
+                f"member"
             )
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend={self.backend!r}: expected one of {', '.join(BACKENDS)}")
