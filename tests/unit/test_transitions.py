@@ -28,7 +28,6 @@ from elastic.core.machine.transitions import (
     WORKER_SEEN,
     TransitionTable,
     check_move,
-    render,
 )
 from elastic.errors import InvariantViolation
 
@@ -124,19 +123,6 @@ def test_an_illegal_move_is_refused_with_who_what_and_what_would_be_legal(
         check_move(table, "worker a/1", old, new)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_a_table_is_printed_one_phase_a_line() -> None:
-    assert render(WORKER) == (
-        "WORKER\n"
-        " > starting -> ready | exited\n"
-        "   ready    -> forming | exited\n"
-        "   forming  -> forming | training | broken | ready | exited\n"
-        "   training -> forming | finished | broken | ready | exited\n"
-        "   broken   -> forming | exited\n"
-        "   finished -> forming | exited\n"
-        " . exited"
-    )
 
 
 # ---------------------------------------------------------------- the story

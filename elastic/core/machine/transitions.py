@@ -284,19 +284,3 @@ def check_move(table: TransitionTable[Phase], what: str, old: Phase, new: Phase)
         f"{what}: move {old.value} -> {new.value} is not in table {table.name}; "
         f"from {old.value} the legal ones are: {legal or 'none, it is a last phase'}"
     )
-
-
-def render(table: TransitionTable[Phase]) -> str:
-    """Return the table as text, one phase a line, for documents and terminals.
-
-    ">" marks an initial phase, "." a final one.
-    """
-    width = max(len(phase.value) for phase in table.moves)
-    lines = [table.name]
-    for phase, after in table.moves.items():
-        mark = ">" if phase in table.starts else " " if after else "."
-        names = " | ".join(one.value for one in after)
-        lines.append(
-            f" {mark} {phase.value:<{width}} -> {names}" if after else f" {mark} {phase.value}"
-        )
-    return "\n".join(lines)
