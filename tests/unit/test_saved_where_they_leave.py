@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.config import ns
 from elastic.core.facts import JobPhase, ReportKind, WorkerPhase
 from elastic.core.messages import LeaveGroup, SaveState
 from tests.unit.coordinator_under_test import CONFIG, STOPPED, Coordinator, running
@@ -156,3 +157,16 @@ def test_those_whose_state_storage_has_not_taken_train_on_until_it_has() -> None
     saved(coordinator, 2)
     coordinator.ready("n1/1")
     assert coordinator.members("a") == "g3: n2/1"
+
+
+def test_another_coordinator_does_not_take_an_older_checkpoint_for_the_one_asked_for() -> None:
+    coordinator = two_train(low=1, high=1)
+    saved(coordinator)
+    coordinator.notice("n1", 120)
+    coordinator.ready("n2/1")
+    assert [message.saves for message in coordinator.sent(LeaveGroup)] == [True]
+    coordinator.restart()
+    coordinator.agent("n1", draining=True, drain_timeout_ns=ns(119))
+    coordinator.agent("n2")
+    coordinator.ready("n1/1")
+    assert coordinator.members("a") == "g2: n1/1"

@@ -14,6 +14,7 @@ from elastic.core.machine.job_parts import (
     JobReports,
     JobSize,
     JobSubmission,
+    LeavingNodes,
     NewestGroup,
 )
 from elastic.core.machine.jobs import JobState
@@ -38,6 +39,7 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
     charged = max(NO_GENERATION, record.generation - 1) if is_open else record.generation
     pauses = record.paused or bool(record.leaves_for)
     group_phase = GroupPhase.OPEN if is_open else GroupPhase.NONE
+    reports = JobReports(checkpoints=record.checkpoints, metrics=record.metrics)
     return JobState(
         spec=record.spec,
         submission=JobSubmission(record.sequence, record.submitter),
@@ -47,6 +49,9 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
             group=record.group,
             phase=GroupPhase.SAVING if leaves else group_phase,
             announced_ns=now_ns,
+            # It may be the one that they were asked for: then they save once more, where a
+            # checkpoint from before the request would lose steps.
+            leavers=LeavingNodes(saved_before=reports.automatic_of(record.generation)),
         ),
         release=JobRelease(
             phase=ReleasePhase.LEAVING if leaves and pauses else ReleasePhase.NONE,
@@ -67,7 +72,7 @@ def restore(record: JobRecord, now_ns: int, unix_ahead_ns: int | None = None) ->
             result=record.result,
             former=record.former,
         ),
-        reports=JobReports(checkpoints=record.checkpoints, metrics=record.metrics),
+        reports=reports,
         reason=record.reason,
         size=JobSize(
             record.bounds if record.min_workers or record.max_workers else None,
