@@ -36,7 +36,8 @@ class MessageConnection:
     """Messages between a training process and a feeder; for one thread.
 
     Rule: with a key, a message is accepted only from the other side that has it, unchanged and in
-    its turn. They are pickles, and who can change packets must not run code by them.
+    its turn, its length before that. They are pickles, and who can change packets must neither run
+    code by them, nor have memory reserved for what does not come.
     """
 
     def __init__(self, sock: socket.socket, key: bytes = b"", *, is_client: bool = False) -> None:
@@ -55,11 +56,8 @@ class MessageConnection:
 
     def send(self, value: bytes) -> None:
         """Send a message; raises OSError if the connection broke."""
-        self._sock.sendall(LENGTH.pack(len(value)))
-        self._sock.sendall(value)
-        if self._key:
-            self._sock.sendall(self._tag(value, self._num_sent, by_client=self._is_client))
-        self._num_sent += 1
+        self._send_piece(LENGTH.pack(len(value)))
+        self._send_piece(value)
 
     def receive(self) -> bytearray:
         """Receive a message.
@@ -68,9 +66,19 @@ class MessageConnection:
             EOFError: the other side is gone.
             ValueError: it is larger than any real one, or not what the other side has sent.
         """
-        (size,) = LENGTH.unpack(_exactly(self._sock, LENGTH.size))
+        # Authenticated too, because memory for the message is reserved by it.
+        (size,) = LENGTH.unpack(self._receive_piece(LENGTH.size))
         if size > MESSAGE_BYTES_MAX:
             raise ValueError(f"a message of {size} bytes, at most {MESSAGE_BYTES_MAX} are taken")
+        return self._receive_piece(size)
+
+    def _send_piece(self, value: bytes) -> None:
+        self._sock.sendall(value)
+        if self._key:
+            self._sock.sendall(self._tag(value, self._num_sent, by_client=self._is_client))
+        self._num_sent += 1
+
+    def _receive_piece(self, size: int) -> bytearray:
         value = _exactly(self._sock, size)
         if self._key:
             expected = self._tag(value, self._num_received, by_client=not self._is_client)
@@ -80,7 +88,7 @@ class MessageConnection:
         return value
 
     def _tag(self, value: bytes | bytearray, number: int, *, by_client: bool) -> bytes:
-        """Return a keyed hash of the message with this number of one side."""
+        """Return a keyed hash of the piece with this number of one side."""
         head = (b"client" if by_client else b"server") + LENGTH.pack(number)
         # Twice as fast as BLAKE2 where the processor has instructions for it.
         tag = hmac.new(self._key, head, "sha256")

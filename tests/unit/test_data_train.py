@@ -34,7 +34,7 @@ from elastic.data import iterator as iterator_module
 from elastic.data import table as table_module
 from elastic.data.context import with_context
 from elastic.data.dataset import Dataset
-from elastic.data.feeder import BatchServer, MessageConnection
+from elastic.data.feeder import LENGTH, BatchServer, MessageConnection
 from elastic.data.feeder_network import FeederServer, FeedersOnNodes, addresses_file
 from elastic.data.feeders import CONNECTIONS, Feeders, Processes
 from elastic.data.files import DataError
@@ -781,26 +781,36 @@ def test_batches_of_feeders_on_nodes_have_the_same_bits_whichever_is_lost(
         servers[1].kill()
 
 
-def test_a_message_that_was_not_sent_by_the_other_side_in_its_turn_is_refused() -> None:
+def sent_with(key: bytes) -> bytes:
+    """What a client with this key sends as its first message."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        client = MessageConnection(ours, b"key", is_client=True)
-        server = MessageConnection(theirs, b"key")
-        MessageConnection(ours, b"of another connection", is_client=True).send(b"right")
-        of_another = theirs.recv(1 << 10)
-        client.send(b"right")
-        sent = theirs.recv(1 << 10)
-        for wrong in (of_another, sent.replace(b"right", b"wrong")):
-            ours.sendall(wrong)
-            with pytest.raises(ValueError, match="changed on its way"):
-                server.receive()
-        ours.sendall(sent + sent)
-        assert server.receive() == b"right"
+        MessageConnection(ours, key, is_client=True).send(b"right")
+        return theirs.recv(1 << 10)
+
+
+def received(sent: bytes, *, times: int = 1, is_client: bool = False) -> bytearray:
+    """The last of so many messages that one side takes from these bytes."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(sent)
+        ours.shutdown(socket.SHUT_WR)
+        line = MessageConnection(theirs, b"key", is_client=is_client)
+        return [line.receive() for _ in range(times)][-1]
+
+
+def test_a_message_that_was_not_sent_by_the_other_side_in_its_turn_is_refused() -> None:
+    """By its length already: for another one no memory is reserved, and nothing awaited."""
+    sent = sent_with(b"key")
+    assert received(sent) == b"right"
+    longer = LENGTH.pack(1 << 28) + sent[LENGTH.size :]
+    for wrong in (sent_with(b"of another"), sent.replace(b"right", b"wrong"), longer):
         with pytest.raises(ValueError, match="changed on its way"):
-            server.receive()
-        theirs.sendall(sent)
-        with pytest.raises(ValueError, match="changed on its way"):
-            client.receive()
+            received(wrong)
+    with pytest.raises(ValueError, match="changed on its way"):
+        received(sent + sent, times=2)
+    with pytest.raises(ValueError, match="changed on its way"):
+        received(sent, is_client=True)
 
 
 @pytest.mark.usefixtures("quick_looks")
