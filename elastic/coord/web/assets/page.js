@@ -1,8 +1,18 @@
 // Keeps a page up to date: parts that changed, points of charts, lines of output.
 // What comes from the server is either markup that it has escaped, or text that is set as text.
 
-const LINES_MAX = 2000, POINTS_MAX = 600;
+const LINES_MAX = 2000, POINTS_MAX = 600, AGAIN_MS = 2000;
 const body = document.body, live = document.getElementById("live");
+
+// --------------------------------------------------------------------------------------- streams
+
+// A browser connects again by itself where a stream broke, and not where the answer was an error:
+// such as while no coordinator leads, or of a proxy while there is none.
+function onRefused(events, again) {
+  events.addEventListener("error", () => {
+    if (events.readyState === EventSource.CLOSED) setTimeout(again, AGAIN_MS);
+  });
+}
 
 // ------------------------------------------------------------------------------------------ ages
 
@@ -177,13 +187,14 @@ function followOutput(query) {
   const log = document.getElementById("log");
   if (output) output.close();
   log.replaceChildren();
-  output = new EventSource(`${body.dataset.log}/stream?${query}`);
+  const events = output = new EventSource(`${body.dataset.log}/stream?${query}`);
   // The newest lines come again with each connection.
-  output.onopen = () => log.replaceChildren();
-  output.onmessage = (event) => {
+  events.onopen = () => log.replaceChildren();
+  onRefused(events, () => { if (events === output) followOutput(query); });
+  events.onmessage = (event) => {
     const told = JSON.parse(event.data);
     showLines(log, told);
-    if (told.end || told.over) output.close();
+    if (told.end) events.close();
   };
 }
 
@@ -199,10 +210,15 @@ if (body.dataset.log) {
 // ----------------------------------------------------------------------------------------- begin
 
 async function begin() {
-  const number = body.dataset.charts && window.uPlot ? await loadCharts() : 0;
+  follow(body.dataset.charts && window.uPlot ? await loadCharts().catch(() => 0) : 0);
+}
+
+// Points that come twice, as when all are sent again, are left out by their time.
+function follow(number) {
   const events = new EventSource(`${body.dataset.stream}?seq=${number}`);
   events.onopen = () => { live.textContent = "live"; live.className = ""; };
   events.onerror = () => { live.textContent = "not connected"; live.className = "lost"; };
+  onRefused(events, () => follow(0));
   events.onmessage = (event) => {
     const told = JSON.parse(event.data);
     if (told.list) setList(told.list, told.items);

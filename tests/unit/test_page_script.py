@@ -1,0 +1,65 @@
+"""The page's script, run by Node in a browser that is played: it has what these tests look at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from importlib.resources import files
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no Node to run scripts with")
+
+BROWSER = """
+const streams = [], timers = [];
+class EventSource {
+  static CLOSED = 2;
+  constructor(url) { Object.assign(this, { url, readyState: 1, heard: [] }); streams.push(this); }
+  addEventListener(name, hear) { this.heard.push(hear); }
+  close() { this.readyState = EventSource.CLOSED; }
+  fail(readyState) {
+    this.readyState = readyState;
+    for (const hear of [this.onerror, ...this.heard]) hear?.();
+  }
+  tell(told) { this.onmessage({ data: JSON.stringify(told) }); }
+}
+const element = new Proxy(function () {}, { get: (_, name) => name === "children" ? [] : element,
+  set: () => true, apply: () => undefined });
+const document = { body: { dataset: { stream: "/jobs/j/stream", log: "/jobs/j/log" } },
+  getElementById: () => element, querySelectorAll: () => [], createDocumentFragment: () => element,
+  createElement: () => element };
+const window = { addEventListener() {} };
+const matchMedia = () => window, setInterval = () => 0, setTimeout = (run) => timers.push(run);
+"""
+
+
+def streams_after(action: str) -> list[tuple[str, bool]]:
+    """Return which streams the script has opened, and whether it has closed them."""
+    script = (files("elastic.coord.web") / "assets" / "page.js").read_text()
+    after = "timers.splice(0).forEach((run) => run());"
+    shown = "console.log(JSON.stringify(streams.map((one) => [one.url, one.readyState === 2])));"
+    source = "\n".join((BROWSER, script, action, after, shown))
+    done = subprocess.run(["node"], input=source, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return [(url, is_closed) for url, is_closed in json.loads(done.stdout)]
+
+
+LOG, PARTS = "/jobs/j/log/stream?", "/jobs/j/stream?seq=0"
+
+
+def test_a_stream_that_is_refused_begins_again_after_a_pause() -> None:
+    """A browser ends it for good at an error status, as from a coordinator that does not lead."""
+    found = streams_after("[...streams].forEach((one) => one.fail(2));")
+    assert found == [(LOG, True), (PARTS, True), (LOG, False), (PARTS, False)]
+
+
+def test_a_stream_that_broke_is_left_to_the_browser() -> None:
+    found = streams_after("[...streams].forEach((one) => one.fail(0));")
+    assert found == [(LOG, False), (PARTS, False)]
+
+
+def test_output_is_followed_until_its_job_has_ended() -> None:
+    over = "streams[0].tell({ over: 'this coordinator does not lead' });"
+    assert streams_after(over)[0] == (LOG, False)
+    assert streams_after(over + "streams[0].tell({ end: true });")[0] == (LOG, True)
