@@ -154,17 +154,18 @@ class SqliteFile:
 
     def _read_revision(self) -> int:
         row = self._database.execute("SELECT value FROM numbers WHERE name = 'revision'").fetchone()
-        if row is None:
+        if row is None or not isinstance(row[0], int):
             raise CorruptRecord(f"store {self._path} has lost its revision; {ADVICE}")
         return int(row[0])
 
     def _entry(self, row: Row) -> Entry:
         key, value, mod_revision, checksum = row
-        if not (isinstance(key, bytes) and isinstance(value, bytes)):
+        name = key.decode(errors="replace") if isinstance(key, bytes) else key
+        if [type(one) for one in row[:3]] != [bytes, bytes, int]:
             raise CorruptRecord(
-                f"store {self._path}: another program has written to key {key!r}; {ADVICE}"
+                f"store {self._path}: the record of key {name!r} is damaged, or another program "
+                f"has written it; {ADVICE}"
             )
-        name = key.decode(errors="replace")
         if _checksum(key, value, mod_revision) != checksum:
             raise CorruptRecord(
                 f"store {self._path}: the record of key {name!r} at revision {mod_revision} "

@@ -31,7 +31,7 @@ CREATE TABLE entries (
 );
 """
 
-DAMAGED = ("not a database", "malformed")
+DAMAGED = ("not a database", "malformed", "no such table", "no such column", "has no column")
 ADVICE = "move the file away (and those beside it) for an empty store, or put a copy of it back"
 
 
@@ -87,14 +87,15 @@ def own_errors(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except sqlite3.OperationalError as error:
-        raise StoreUnavailable(
-            f"store {path}: {error}; it is not known whether the last commit was written; it goes "
-            f"on by itself once there is free space, the disk works, and no other program holds it"
-        ) from error
     except sqlite3.DatabaseError as error:
         if any(words in str(error) for words in DAMAGED):
             raise CorruptRecord(f"store {path} is damaged ({error}); {ADVICE}") from error
+        if isinstance(error, sqlite3.OperationalError):
+            raise StoreUnavailable(
+                f"store {path}: {error}; it is not known whether the last commit was written; it "
+                f"goes on by itself once there is free space, the disk works, and no other program "
+                f"holds it"
+            ) from error
         raise StoreError(f"store {path}: {error}; {ADVICE}") from error
 
 
@@ -116,6 +117,9 @@ def open_database(path: Path) -> sqlite3.Connection:
         ) from None
     with own_errors(path):
         database = sqlite3.connect(path, isolation_level=None)
+        # We store no text: what damage has turned into text is refused by its key, also if it is no
+        # UTF-8, which SQLite would take for an error that may pass.
+        database.text_factory = _lenient_text
         try:
             _prepare(database, path)
         except BaseException:
@@ -149,6 +153,10 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
     verdict = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
     if verdict != "ok":
         raise CorruptRecord(f"store {path} is damaged ({verdict.splitlines()[-1]}); {ADVICE}")
+
+
+def _lenient_text(data: bytes) -> str:
+    return data.decode(errors="replace")
 
 
 def _create(database: sqlite3.Connection) -> None:

@@ -282,7 +282,9 @@ async def test_a_damaged_file_is_refused_by_its_path(path: Path, damage: object)
     "statement",
     [
         "UPDATE entries SET value = x'00' WHERE key = CAST('k001' AS BLOB)",
+        "UPDATE entries SET value = CAST(x'ff' AS TEXT) WHERE key = CAST('k001' AS BLOB)",
         "UPDATE entries SET mod_revision = 2 WHERE key = CAST('k001' AS BLOB)",
+        "UPDATE entries SET mod_revision = 'two' WHERE key = CAST('k001' AS BLOB)",
         "UPDATE entries SET key = CAST('k001x' AS BLOB) WHERE key = CAST('k001' AS BLOB)",
     ],
 )
@@ -297,6 +299,15 @@ async def test_a_record_that_is_not_what_was_written_is_refused_by_its_key(
         with pytest.raises(CorruptRecord, match=r"key 'k001x?'"):
             await store.read("k")
         assert len((await store.read("k002")).entries) == 1
+
+
+async def test_a_table_of_other_columns_is_damage_and_no_fault_that_passes(path: Path) -> None:
+    await filled(path, 1)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("ALTER TABLE entries RENAME COLUMN value TO vamue")
+    async with opened(path) as store:
+        with pytest.raises(CorruptRecord, match=f"{path} is damaged"):
+            await store.read("k")
 
 
 async def test_a_file_that_lost_its_numbers_is_refused(path: Path) -> None:
