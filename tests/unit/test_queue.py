@@ -56,3 +56,23 @@ def test_in_vain_says_what_keeps_it_from_nodes_that_nobody_holds() -> None:
         "needs 2 workers by PACK, and no other job is in its way: none may start on n2, cut off "
         "from its other nodes; waits for that to change"
     )
+
+
+def test_a_node_where_no_more_may_start_is_not_used_for_a_worker_that_it_keeps() -> None:
+    """One slot there is its own again after a job of lower priority was preempted for another."""
+    label = (("kind", "x"),)
+    cut_off = replace(
+        demand("a", 1, 3, seats="n1", priority=3, keeps_state=True),
+        trains=False,
+        out=frozenset({NodeId("n1")}),
+    )
+    found = grants(
+        cut_off,
+        demand("e", 2, priority=5, label_selector=label),
+        demand("d", 1, priority=2),
+        replace(demand("v", 3, seats="n1 n1 n1"), stays=""),
+        nodes=[room("n1", 5, free=1, labels=label), room("n2", 1)],
+    )
+    assert found["v"].yields_to
+    assert found["a"].yields == ()
+    assert found["a"].starts == (("n2", 1),)

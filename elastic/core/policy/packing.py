@@ -172,6 +172,7 @@ class WorkerPlacer:
         nodes = [r for r in space.shape(spec).nodes if r.node_id not in barred]
         if spec.strategy is Strategy.STRICT_PACK:
             nodes = self._one_node(nodes, pinned=pinned)
+        self._usable = frozenset(r.node_id for r in nodes)
         self._spreads = spec.strategy in (Strategy.SPREAD, Strategy.STRICT_SPREAD)
         self._loads: dict[str, int] = {}
         for node_id, count in self.hosting.items():
@@ -234,12 +235,15 @@ class WorkerPlacer:
         return None
 
     def host(self, node_id: NodeId) -> None:
+        """Count a worker of the job on a node, perhaps one where no new ones may start."""
         self.hosting[node_id] = self.hosting.get(node_id, 0) + 1
         zone = self._zone(node_id)
         self._loads[zone] = self._loads.get(zone, 0) + 1
+        if node_id not in self._usable:
+            return  # A worker that was there already is kept.
         # For PACK that makes the node a better choice, which the heaps cannot find by themselves.
         key = self._key(node_id)
-        heap = self._heaps.setdefault(zone, [])
+        heap = self._heaps[zone]
         heapq.heappush(heap, (key, node_id))
         ranked = self._ranked(zone, *heap[0])
         if zone not in self._listed or ranked < self._listed[zone]:
