@@ -206,7 +206,8 @@ def test_the_last_step_is_stored_also_if_it_was_copied(tmp_path: Path) -> None:
     for _ in range(3):
         loop.step()
     assert loop.stored() == []
-    loop.checkpoints.at_end(lambda: False, holds=False)
+    loop.checkpoints.end(holds=False)
+    loop.checkpoints.at_end(lambda: False)
     assert loop.stored() == [3]
 
 

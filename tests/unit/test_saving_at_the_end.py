@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastic import train
 from elastic.core.events.worker import RequestLeave
 from elastic.core.policy.cursor import Cursor
 from elastic.worker.base.activity import Activity
@@ -18,9 +19,14 @@ from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import checkpoint_schedule as keeping
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
 from elastic.worker.engine.run_state import RunState
+from elastic.worker.process.local import LocalRun, local_context
 from elastic.worker.reduce.step_metadata import StepMetadata
+from elastic.worker.state.arena import SnapshotSlot
 from tests.patience import DEADLINE_S
+from tests.unit.engine_under_test import Loop, square
 from tests.unit.saving_under_test import Run, Table
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 def keepers_of(run: Run) -> list[CheckpointScheduler]:
@@ -73,7 +79,8 @@ def commit(checkpoints: CheckpointScheduler, rows: list[StepMetadata]) -> None:
 
 def at_end(keepers: list[CheckpointScheduler]) -> None:
     for checkpoints in keepers:
-        checkpoints.at_end(lambda: False, holds=False)
+        checkpoints.end(holds=False)
+        checkpoints.at_end(lambda: False)
 
 
 def test_the_next_group_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +174,30 @@ def test_rows_of_a_group_that_leaves_take_the_place_of_no_others_that_are_still_
     keepers[0].before_leaving(lambda: True)
     assert [mark.steps for _, mark in first.held_snapshots()] == [9, 8]
     assert [mark.steps for _, mark in second.held_snapshots()] == [8]
+
+
+def test_the_last_snapshot_behind_a_break_takes_no_place_of_one_that_is_still_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it has come to nothing, and no gate of the pass has let members know."""
+
+    def put(*_: Any) -> None:
+        raise OSError("no memory is left")
+
+    run = LocalRun(job_name="r", run_path=str(tmp_path), options={"every_n_steps": 1})
+    with local_context(run) as context:
+        loop, place = Loop.make(), train.get_context()
+        for _ in train.epochs(1):
+            for _, x, y in loop.loader:
+                square(loop.model(x), y).backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                if train.stepped() and place.get_step() == 2:
+                    monkeypatch.setattr(SnapshotSlot, "put", put)
+                if train.stepped() and place.get_step() == 3:
+                    break
+        assert context.snapshotter.newest.steps == 3
+        assert [mark.steps for _, mark in context.snapshotter.held_snapshots()] == [1]
 
 
 def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ class Snapshotter:
         arrival: whether the newest has come there, if that matters.
         newest: snapshot that this worker knows of; part of the run's state.
         lacks_newest: that one has come to nothing here.
+        is_settled_by_all: all members are known to have settled what their group took last.
         slots: where they lie in memory.
     """
 
@@ -104,6 +105,7 @@ class Snapshotter:
         self.arrival = ReplicationProgress()
         self.newest = SnapshotId()
         self.lacks_newest = False
+        self.is_settled_by_all = True
         self.slots = SnapshotSlots(paths)
         self._writer, self._copier = writer, SnapshotCopier()
         self._rank_info = RankInfo()
@@ -128,7 +130,7 @@ class Snapshotter:
             else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
-        self.lacks_newest = False
+        self.lacks_newest, self.is_settled_by_all = False, True
         self.slots.enter()
         self.arrival.forget()  # What this group continues from stays until it has taken two.
         if self._writer is not None:
@@ -254,7 +256,7 @@ class Snapshotter:
                 one, also where that is whole, here and where it was copied to, and the one before
                 it stays on all nodes.
         """
-        self.lacks_newest = False
+        self.lacks_newest, self.is_settled_by_all = False, True
         self.slots.know_all_settled()
         if gives_up:
             self.newest = self.newest._replace(number=self.newest.number - 1)
@@ -310,6 +312,7 @@ class Snapshotter:
         rank_info = self._rank_info
         taken = self.newest = SnapshotId(self.newest.number + 1, steps, rank_info.generation)
         began, self._is_stored = time.monotonic(), durable
+        self.is_settled_by_all = False
         if durable:
             self._last_s, self._served = began, max(request, self._served)
             self._is_again = False

@@ -173,16 +173,25 @@ class CheckpointScheduler:
         if activity.beats:  # At 0 it is not judged.
             activity.beats += 1
 
-    def at_end(self, is_over: Callable[[], bool], *, holds: bool) -> None:
-        """The last epoch is over: save it, unless this group has done that.
+    def end(self, *, holds: bool) -> bool:
+        """The last epoch is over: it is to be saved, unless this group has done that.
 
         What an earlier one began may have come to nothing, and nothing comes after this. If it
         `holds`, it is in memory also if nothing is saved: code that follows may change it.
+
+        Returns:
+            Whether members are to share before who lacks the newest snapshot: where they have left
+            the pass early, they have not.
         """
         snapshotter = self._snapshotter
-        if (snapshotter.plan.is_on or holds) and not snapshotter.has_taken(self._run.steps):
-            snapshotter.wait_for_room(is_over)
-            self.is_due, self._is_stored = True, snapshotter.plan.is_on
+        self._is_stored = snapshotter.plan.is_on
+        self.is_due = (self._is_stored or holds) and not snapshotter.has_taken(self._run.steps)
+        return self.is_due and not snapshotter.is_settled_by_all
+
+    def at_end(self, is_over: Callable[[], bool]) -> None:
+        """Save the last epoch where that is due."""
+        if self.is_due:
+            self._snapshotter.wait_for_room(is_over)
             self.at_boundary(is_over)
 
     def settle(self) -> None:

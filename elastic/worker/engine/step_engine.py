@@ -306,7 +306,10 @@ class StepEngine:
                 self._set_whole()
             with self.context.timing.spending(CHECKPOINT_STALL):
                 holds = not (self._resume_point.is_small or self.context.is_local)
-                self._checkpoints.at_end(self._is_broken, holds=holds)
+                asks = self._checkpoints.end(holds=holds)
+                if asks and self._together(self._share_at_boundary) is None:
+                    self._checkpoints.know_broken()
+                self._checkpoints.at_end(self._is_broken)
             self._keep_for_code()
         finally:
             self._end()
