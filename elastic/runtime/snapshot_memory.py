@@ -101,7 +101,7 @@ def whole(marks: bytes) -> SnapshotMark | None:
     # A node may have more workers by now: one of them may write before the first has begun.
     behind = marks[first.parts * MARK.size : SENT_AT]
     others = MARK.iter_unpack(behind) if behind.strip(b"\0") else ()
-    return None if any(SnapshotMark(*one).begun > first.begun for one in others) else first
+    return None if any(SnapshotMark(*one).begun >= first.begun for one in others) else first
 
 
 def slot_after(

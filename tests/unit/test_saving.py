@@ -12,8 +12,11 @@ import torch
 
 from elastic.core.events.worker import CheckpointWritten
 from elastic.core.facts import RefusalCode
+from elastic.core.policy.cursor import Cursor
 from elastic.storage.marker import MARKER
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
+from elastic.worker.checkpoint.snapshot import RankInfo
+from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.engine import state_restore as restoring
 from elastic.worker.state.arena import SnapshotSlot
 from tests.patience import DEADLINE_S
@@ -40,6 +43,53 @@ def test_the_coordinator_is_asked_before_it_counts(tmp_path: Path) -> None:
     told = run.coordinator.told[-1]
     assert told.checkpoint == run.directory.checkpoint_path(name)
     assert isinstance(told, CheckpointWritten)
+
+
+def test_who_must_end_leaves_all_of_its_state_in_the_nodes_memory(tmp_path: Path) -> None:
+    """Two workers share it, and one of them has come further, or both have."""
+    slots = [tmp_path / name for name in ("one", "two")]
+    for slot in slots:
+        slot.touch()
+    run = Run(tmp_path / "run")
+    run.savers = [Snapshotter([str(slot) for slot in slots], None) for _ in range(2)]
+    first, second = run.savers
+    for rank, one in enumerate(run.savers):
+        one.enter(RankInfo(1, rank, 2, rank, 2))
+    run.save()
+    assert [mark.steps for _, mark in second.held_snapshots()] == [1]
+    run.step()
+    place = second.slots.next(2)
+    place.unmark(1, 1, 2)  # It may still copy its part of a snapshot there.
+    first.leave(run.state, Cursor(0, 2), 2)
+    assert [mark.steps for _, mark in second.held_snapshots()] == [1]
+    place.unmark(1)
+    first.leave(run.state, Cursor(0, 2), 2)
+    assert_same(second.read_held(2)[1], run.state())
+    second.leave(run.state, Cursor(0, 2), 2)
+    assert [(mark.steps, mark.number) for _, mark in first.held_snapshots()] == [(2, 2), (1, 1)]
+    run.step()
+    second.leave(run.state, Cursor(0, 3), 3)
+    assert [mark.steps for _, mark in first.held_snapshots()] == [3, 1]
+
+
+def test_what_was_left_does_not_count_with_a_part_of_a_later_snapshot_in_it(
+    tmp_path: Path,
+) -> None:
+    slots = [tmp_path / name for name in ("one", "two")]
+    for slot in slots:
+        slot.touch()
+    run = Run(tmp_path / "run")
+    run.savers = [Snapshotter([str(slot) for slot in slots], None) for _ in range(2)]
+    first, second = run.savers
+    for rank, one in enumerate(run.savers):
+        one.enter(RankInfo(1, rank, 2, rank, 2))
+    run.save()
+    run.step()
+    first.leave(run.state, Cursor(0, 2), 2)
+    run.step()
+    second.take(run.state, Cursor(0, 3), 3, durable=False)
+    second.settle()
+    assert [mark.steps for _, mark in second.held_snapshots()] == [1]
 
 
 def test_a_copy_that_breaks_off_is_no_snapshot_and_leaves_the_one_before(

@@ -373,6 +373,23 @@ class Snapshotter:
             raise
         return done
 
+    def leave(self, state: Callable[[], Any], cursor: Cursor, steps: int) -> None:
+        """Leave all of a state in the agent's memory, as this process is about to end.
+
+        Arguments and errors are those of `take`. Other workers of the node may end like this at the
+        same time, and one that lives may still copy its part of the snapshot before: that place is
+        left alone.
+        """
+        if not self.slots.are_shared:
+            return
+        self.settle()
+        self._rank_info = replace(self._rank_info, local_rank=0, local_world_size=1)
+        self.slots.enter()
+        with self.slots.all()[0].locked():
+            place = self.slots.next(self.newest.number + 1)
+            if steps > self.held() and not place.is_being_copied():
+                self.take(state, cursor, steps, durable=False)
+
     def _report_failed(self, name: str, rank: int, error: Exception, *, durable: bool) -> None:
         """Let the others not wait for our part of a snapshot that we could not take."""
         self.lacks_newest = True

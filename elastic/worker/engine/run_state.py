@@ -113,19 +113,8 @@ class RunState:
 
         `saved` is the `SnapshotId` of the newest snapshot.
         """
-        data = self.data
-        return {
-            "objects": self.objects.take(),
-            "cursor": [self.cursor.epoch, self.cursor.step],
-            "logged": self.logbook.state(),
-            "streams": self.streams.sent(self.cursor, all_of_it=True),
-            "steps": self.steps,
-            "begun": self.begun,
-            "begun_step": [self.begun_step.epoch, self.begun_step.step],
-            "committed_in": self.committed_in,
-            "saved": list(saved),
-            "data": _plain(data) if data is not None else dict(self._cut),
-        }
+        state = state_of(self, self.objects.take(), saved)
+        return state if self.data is not None else {**state, "data": dict(self._cut)}
 
     def put(self, state: State) -> None:
         """Make this our state; UsageError if it is of others: only `is_held` is changed then."""
@@ -150,6 +139,25 @@ class RunState:
         self._cut = _plain(left.data) if left.data is not None else {}
         self.is_held, self.agreed_in = True, left.agreed_in
         self.committed_in = left.committed_in
+
+
+def state_of(run: RunState | ResumeState, objects: State, saved: Sequence[int]) -> State:
+    """Return the state of a run, or of what a call of the train function has left of it.
+
+    `objects` are its objects', `saved` as in `RunState.take`.
+    """
+    return {
+        "objects": objects,
+        "cursor": [run.cursor.epoch, run.cursor.step],
+        "logged": run.logbook.state(),
+        "streams": run.streams.sent(run.cursor, all_of_it=True),
+        "steps": run.steps,
+        "begun": run.begun,
+        "begun_step": [run.begun_step.epoch, run.begun_step.step],
+        "committed_in": run.committed_in,
+        "saved": list(saved),
+        "data": _plain(run.data) if run.data is not None else {},
+    }
 
 
 def _plain(data: Data) -> dict[str, Any]:

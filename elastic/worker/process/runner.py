@@ -62,6 +62,7 @@ from elastic.worker.data.seeding import FIRST_SEED, seed_like_a_process
 from elastic.worker.engine import outcome
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.recovery_modes import ReenterRequested, ResumeState
+from elastic.worker.engine.run_state import state_of
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.engine.train_call import current, set_current
 from elastic.worker.group import c10d
@@ -570,8 +571,24 @@ class Runner:
         except GroupError as error:
             # Reported as a lost process, because user code is not at fault.
             log.critical("group_undroppable error=%r", str(error))
+            self._leave_state()
             flush_output()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _leave_state(self) -> None:
+        """Let the next process go on from where this one ends: no other may have come so far."""
+        setup, call = self._setup, self._user_call
+        engine = call.engine if call is not None else None
+        left = engine.resume_state() if engine is not None else self._resume_state
+        if setup is None or left is None:
+            return
+        snapshotter = setup.snapshotter
+        try:
+            snapshotter.leave(
+                lambda: state_of(left, left.state, snapshotter.newest), left.cursor, left.steps
+            )
+        except Exception as error:  # Of memory, or of what the user has registered.
+            log.warning("state_not_left steps=%d reason=%r", left.steps, str(error))
 
     # ------------------------------------------------------------ what user code finds
 

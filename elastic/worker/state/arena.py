@@ -15,13 +15,15 @@ one that is not, and the other slot as it was.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -297,6 +299,23 @@ class SnapshotSlot:
             return False
         self.reserve(0)
         return SENT.unpack_from(self._mapped(), SENT_AT)[0] != 0
+
+    def is_being_copied(self) -> bool:
+        """Return whether a worker that may live has begun to copy to this slot, and not ended."""
+        if os.fstat(self._fd).st_size < HEADER:
+            return False
+        self.reserve(0)
+        marks = (SnapshotMark(*one) for one in MARK.iter_unpack(self._mapped()[:SENT_AT]))
+        return any(one.begun != (0, 0) and not one.number for one in marks)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep out all other processes that ask for this, for a block."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def copy_progress(self) -> tuple[CopyMode, tuple[int, int]]:
         """Return whether the agent copies snapshots to another node, and which one has arrived.
