@@ -37,7 +37,7 @@ from elastic import train
 from elastic.core.policy.exchange_plan import BUCKET_BYTES
 from elastic.train.torch import prepare_data_loader, prepare_model, prepare_optimizer
 from elastic.worker.engine import train_call
-from elastic.worker.group.c10d import default_group
+from elastic.worker.group.c10d import default_group, default_store
 from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.member_links import connect, links_of
 from elastic.worker.group.peer_sockets import PeerAddress
@@ -159,7 +159,7 @@ def exchange_rank_main(
         GroupSpec(1, rank, world, leader, "gloo", HOST, timeout_s=600.0, job_id="bench", key=KEY)
     )
     group = default_group()
-    connect(group, PeerAddress(HOST, 600.0, str(rank) if apart else ""))
+    connect(group, default_store(), PeerAddress(HOST, 600.0, str(rank) if apart else ""))
     for numel in sizes:
         gradient = torch.randn(numel)
         exchange = exchange_of(group, gradient)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.state.sharded_state import with_expected
 from elastic.worker.state.train_state import TrainState
 from tests.patience import DEADLINE_S
+from tests.unit.groups_under_test import Group, at_once
 from tests.unit.saving_under_test import Coordinator, writer_of
 
 
@@ -156,21 +157,14 @@ class ShardedRun:
 
 def together(size: int, do: Callable[[int, Any], Any]) -> list[Any]:
     """Call a function on each member of a group that is threads."""
-    store, found = dist.HashStore(), [None] * size
+    store = dist.HashStore()
 
-    def be(rank: int) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(store, rank, size, options)
-        connect(group, PeerAddress("127.0.0.1", DEADLINE_S))
-        found[rank] = do(rank, group)
+    def be(rank: int) -> Any:
+        group = Group(rank, size)
+        connect(group, store, PeerAddress("127.0.0.1", DEADLINE_S))
+        return do(rank, group)
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    return found
+    return at_once([partial(be, rank) for rank in range(size)])
 
 
 class Memory:

@@ -12,6 +12,7 @@ from elastic.core.facts import JobId, JobPhase, WorkerId, WorkerPhase
 from elastic.core.messages import LeaveGroup, Progress, StartWorker, StopWorker
 from elastic.core.telemetry import Telemetry
 from elastic.errors import StorageError
+from elastic.worker.base.activity import Activity
 from elastic.worker.engine import bystander
 from tests.unit.coordinator_under_test import STOPPED, Coordinator
 
@@ -152,14 +153,16 @@ def test_a_feeder_goes_on_while_storage_does_not_take_its_address(
         tries.append(members)
         raise StorageError("full") if len(tries) == 1 else Written
 
-    for name in ("connect", "default_group"):
+    for name in ("connect", "default_group", "default_store"):
         monkeypatch.setattr(bystander, name, lambda *_: None)
     monkeypatch.setattr(bystander, "share_bytes", lambda _, mine: (mine,))
     monkeypatch.setattr(bystander, "AGAIN_S", 0.0)
     link = SimpleNamespace(leave_request=lambda _: None)
     engine: Any = SimpleNamespace(
         groups=SimpleNamespace(declare=lambda in_place: None, defer=lambda _: None),
-        context=SimpleNamespace(join=None, generation=1, reach=None, world_rank=0, link=link),
+        context=SimpleNamespace(
+            join=None, generation=1, reach=None, world_rank=0, link=link, activity=Activity()
+        ),
         must_leave=lambda: False,
     )
     with pytest.raises(Written):

@@ -9,12 +9,11 @@ from elastic.core.policy.recovery import PassPosition, RunPosition
 from elastic.errors import UsageError
 from elastic.worker.engine.engine_parts import EpochLoop, PassPhase
 from elastic.worker.engine.state_recovery import MemberInfo, check_alike
-from elastic.worker.group.member_links import MemberEntry
 
 
 def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> MemberInfo:
     position = RunPosition(True, Cursor(epoch, step), in_pass=PassPosition.ITERATIONS)
-    return MemberInfo(position, model, data, 1, MemberEntry())
+    return MemberInfo(position, model, data, 1)
 
 
 def test_other_parameters_are_refused_by_the_rank_that_has_them() -> None:

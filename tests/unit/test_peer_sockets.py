@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.group import peer_sockets
-from elastic.worker.group.peer_sockets import HEADER, HELLO, PeerAddress, PeerEndpoint, PeerSockets
+from elastic.worker.group.peer_sockets import (
+    HEADER,
+    HELLO,
+    LARGE,
+    PeerAddress,
+    PeerEndpoint,
+    PeerSockets,
+)
 from tests.effort import examples
 from tests.patience import DEADLINE_S, wait_for
 
@@ -287,10 +294,22 @@ def test_nonsense_is_refused_before_memory_is_given_to_it(size: int) -> None:
             take(other, 0, 1, 5)
 
 
-@given(st.ip_addresses().map(str), st.integers(0, 65535), st.binary(min_size=16, max_size=16))
-def test_a_door_travels_as_five_numbers(address: str, port: int, token: bytes) -> None:
-    endpoint = PeerEndpoint(address, port, token)
-    numbers = endpoint.numbers()
-    assert all(-(2**63) <= number < 2**63 for number in numbers)
-    if not address.lower().startswith("::ffff:"):
-        assert PeerEndpoint.of(numbers) == endpoint
+def test_large_messages_wait_for_their_receivers_and_arrive_in_place() -> None:
+    size = 8 << 20
+    with members(3) as group:
+        texts = [bytes([rank + 1]) * size for rank in range(3)]
+        places = [[bytearray(5), bytearray(), bytearray(size - 5)] for _ in range(2)]
+
+        def exchange(rank: int) -> None:
+            give(group[rank], (rank + 1) % 3, 9, b"any length")
+            sends: dict[int, list[memoryview]] = {}
+            receives = {other: [memoryview(one) for one in places[other]] for other in (0, 1)}
+            if rank < 2:  # These two also send to each other.
+                sends = {2: [memoryview(texts[rank])], 1 - rank: [memoryview(b"1")]}
+                receives = {1 - rank: [memoryview(bytearray(1))]}
+            group[rank].exchange(sends, receives)
+            assert not any(peer.early.get(LARGE) for peer in group[rank]._peers.values())
+            assert group[rank].receive((rank - 1) % 3, 9) == b"any length"
+
+        at_once([lambda rank=rank: exchange(rank) for rank in range(3)])
+        assert [b"".join(one) for one in places] == texts[:2]

@@ -25,6 +25,7 @@ from elastic.worker.engine.prepared_optimizers import data_waits
 from elastic.worker.engine.sharded_restore import ShardedRestorer
 from elastic.worker.engine.still_weights import StillWeights
 from elastic.worker.engine.unregistered import UnregisteredObjects
+from elastic.worker.group import member_links
 from elastic.worker.state.arena import SnapshotSlot
 from elastic.worker.state.sharded_state import check_shards, rows_of, spread_of
 from elastic.worker.state.train_state import State, TrainState
@@ -221,6 +222,13 @@ def test_rows_come_from_the_memory_of_all_nodes(
     assert all(state is not None and state["steps"] == 1 for state, _ in found), found
     for member in members:
         assert_rows_of(member, run.members[0].whole, run.members[0].optimizer_state)
+
+
+def test_rows_come_also_where_not_all_members_are_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_links, "FEW", 1)
+    test_rows_come_from_the_memory_of_all_nodes(tmp_path, 4, 2, 3)
 
 
 def test_what_one_node_lacks_comes_from_storage(tmp_path: Path) -> None:

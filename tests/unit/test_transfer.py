@@ -15,7 +15,6 @@ from torch import nn
 from elastic.errors import UsageError
 from elastic.worker.state.packing import bytes_of, pack, tensors_of, unpack
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.state.transfer import _sorted_by_size
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -84,13 +83,6 @@ def test_what_torch_or_python_would_stumble_over_is_refused_with_its_place(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         pack(state)
-
-
-def test_small_tensors_travel_together_and_large_ones_alone() -> None:
-    parts = [torch.empty(size, dtype=torch.uint8) for size in (5, 1 << 20, (1 << 20) - 1, 0)]
-    small, large = _sorted_by_size(parts)
-    assert [number for number, _ in small] == [0, 2, 3]
-    assert [number for number, _ in large] == [1]
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])

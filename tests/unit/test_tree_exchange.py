@@ -6,9 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -22,16 +20,10 @@ from elastic.worker.group.shared_memory import OwnMemory
 from elastic.worker.reduce.step_metadata import MetadataExchange
 from elastic.worker.reduce.tree_exchange import Exchange, MicroBatchPartition, make_exchange
 from tests.patience import DEADLINE_S
+from tests.unit.groups_under_test import Group, at_once
 
 SMALL, LARGE = 700, 100_000
 """Elements: the one goes whole to everyone, the other in slices."""
-
-
-class Group:
-    """As much of a process group as links ask for."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = (lambda: rank), (lambda: size)
 
 
 @contextlib.contextmanager
@@ -53,12 +45,6 @@ def groups(nodes: Sequence[str]) -> Iterator[list[Group]]:
         for one in links:
             one.sockets.cut()
             one.sockets.close()
-
-
-def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do all of these, each in a thread of its own."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [future.result(DEADLINE_S) for future in [threads.submit(call) for call in calls]]
 
 
 def leaf(step: int, bucket: int, number: int, size: int) -> torch.Tensor:

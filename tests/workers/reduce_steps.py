@@ -15,6 +15,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.data_plan import DataPlan
 from elastic.core.policy.seeds import micro_batch_seed
 from elastic.worker.data.randomness import seed_everything
+from elastic.worker.group.c10d import default_store
 from elastic.worker.group.member_links import connect
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce import tree_exchange
@@ -66,7 +67,8 @@ class Steps:
     def attach(self) -> None:
         """Continue in the present group."""
         group, rank = dist.group.WORLD, dist.get_rank()
-        connect(group, PeerAddress(node="" if self.over == "memory" else str(rank)))
+        node = "" if self.over == "memory" else str(rank)
+        connect(group, default_store(), PeerAddress(node=node))
         # As tensors of a device are sent by NCCL.
         tree_exchange.transport_of = _over_torch if self.over == "torch" else transport_of
         self.reducer.attach(group)

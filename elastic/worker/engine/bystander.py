@@ -13,11 +13,10 @@ from typing import NoReturn
 
 from elastic.errors import GroupError, StorageError
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
-from elastic.worker.engine.group_sync import share_bytes
 from elastic.worker.engine.outcome import is_group_broken
 from elastic.worker.engine.step_engine import StepEngine
-from elastic.worker.group.c10d import default_group
-from elastic.worker.group.member_links import connect
+from elastic.worker.group.c10d import default_group, default_store
+from elastic.worker.group.member_links import connect, share_bytes
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,9 @@ def stay(engine: StepEngine, mine: bytes, entered: Callable[[tuple[bytes, ...]],
     while True:
         generation, members, error = engine.context.generation, None, None
         try:
-            connect(default_group(), engine.context.reach)
-            members = share_bytes(default_group(), mine)
+            with engine.context.activity.waiting():
+                connect(default_group(), default_store(), engine.context.reach)
+                members = share_bytes(default_group(), mine)
         except (RuntimeError, GroupError) as failure:
             if not (engine.must_leave() or is_group_broken(failure)):
                 raise

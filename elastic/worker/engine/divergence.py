@@ -27,8 +27,8 @@ from torch import nn
 
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
-from elastic.worker.engine.group_sync import share_bytes
 from elastic.worker.group.accelerators import accelerator_of, record, wait_done
+from elastic.worker.group.member_links import share_bytes
 from elastic.worker.state.checksums import (
     MASK,
     checksum_of,

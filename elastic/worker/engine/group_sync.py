@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from elastic.core.policy.cursor import Cursor
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.logbook import Logbook
 from elastic.worker.group.c10d import default_store
+from elastic.worker.group.member_links import share_bytes
 from elastic.worker.reduce.step_metadata import send_metadata
 
 
@@ -29,34 +29,6 @@ def share_book(group: Any, book: StreamBook, cursor: Cursor) -> bool:
     if group.size() > 1:
         book.receive(share_bytes(group, book.sent(cursor)))
     return True
-
-
-def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
-    """Exchange bytes of any length but 0; returns everyone's, by rank."""
-    if group.size() == 1:
-        return (mine,)
-    sizes = [int(row[0]) for row in send_metadata(group, [float(len(mine))])]
-    return share_all(group, mine, sizes)
-
-
-def share_all(group: Any, mine: bytes, sizes: Sequence[int]) -> tuple[bytes, ...]:
-    """Exchange bytes of any length; nothing is sent if none has any.
-
-    Args:
-        group: the process group that stands.
-        mine: ours.
-        sizes: how many each member has, by rank.
-
-    Returns:
-        Everyone's, by rank; empty if none has any.
-    """
-    longest = max(sizes)
-    if not longest or group.size() == 1:
-        return ()
-    sent = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(parts, sent, group=group)
-    return tuple(part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True))
 
 
 def share_latest(group: Any, cursors: Sequence[Cursor], logbook: Logbook) -> None:

@@ -26,7 +26,6 @@ import torch
 from elastic.core.policy.shares import RowRange, RowSources, TensorRows
 from elastic.storage.marker import CheckpointMarker
 from elastic.worker.checkpoint.snapshotter import Snapshotter
-from elastic.worker.engine.group_sync import share_bytes
 from elastic.worker.engine.peer_copies import PeerCopies, ShardCopy
 from elastic.worker.engine.sharded_choice import (
     SnapshotInfo,
@@ -37,19 +36,12 @@ from elastic.worker.engine.sharded_choice import (
     choices,
     sources_of,
 )
-from elastic.worker.group import c10d
+from elastic.worker.group.member_links import links_of, share_bytes
 from elastic.worker.reduce.step_metadata import send_metadata
 from elastic.worker.state.arena import SnapshotMark, SnapshotSlot, StateLayout, dtype_of, extent_of
-from elastic.worker.state.packing import (
-    TensorSpec,
-    bytes_of,
-    read_skeleton,
-    tensors_of,
-    unpack,
-)
+from elastic.worker.state.packing import TensorSpec, read_skeleton, tensors_of, unpack, views_of
 from elastic.worker.state.sharded_state import Held, like, places_of, rows_of, without_held
 from elastic.worker.state.train_state import State
-from elastic.worker.state.transfer import TAG
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +73,9 @@ class MemorySnapshot:
         """Read about the snapshot in a slot; Exception if it is damaged."""
         skeleton, layout = _read_text(slot.skeleton(mark))
         return MemorySnapshot(slot, skeleton, layout)
+
+    def rows(self, spec: TensorSpec, part: RowRange) -> torch.Tensor:
+        return self.slot.chunk(self.layout, TensorRows(spec.number, *part))
 
 
 def _read_text(text: bytes) -> tuple[bytes, StateLayout]:
@@ -116,7 +111,7 @@ class ShardedRestorer:
         """Search for nothing yet.
 
         Args:
-            group: the process group that stands; of a CPU backend for CPU tensors.
+            group: the process group that stands, whose members have met.
             snapshotter: knows this node's memory.
             ours: our state, from which it follows how a saved one is sharded here.
             listed: returns the checkpoints in storage, newest first; None if it cannot be asked.
@@ -261,8 +256,8 @@ class ShardedRestorer:
         self, sources: Sequence[SnapshotSource], ours: Mapping[int, MemorySnapshot]
     ) -> State:
         """Have the rows that we need of a snapshot that is whole in the memory of these."""
-        text = ours[0].skeleton if 0 in ours else b""
-        skeleton = read_skeleton(self._spread(text, sources[0].rank))
+        texts = share_bytes(self._group, ours[0].skeleton if 0 in ours else b"")
+        skeleton = read_skeleton(texts[sources[0].rank])
         specs = tensors_of(skeleton)
         places = places_of(skeleton, self._ours)
         rows = {number: rows_of(tensor, self._rank) for number, tensor in places.items()}
@@ -270,8 +265,28 @@ class ShardedRestorer:
         reported_wanted = share_bytes(self._group, json.dumps(wanted).encode())
         wants = [[RowRange(*one) for one in json.loads(text)] for text in reported_wanted]
         tensors = [_room(spec, wanted[spec.number]) for spec in specs]
-        works = []
-        for spec in specs:
+        self._fill(tensors, specs, wants, sources, ours)
+        placed = [
+            like(places[n], tensor) if n in places else tensor for n, tensor in enumerate(tensors)
+        ]
+        state: State = unpack(skeleton, placed)
+        return state
+
+    def _fill(
+        self,
+        tensors: Sequence[torch.Tensor],
+        specs: Sequence[TensorSpec],
+        wants: Sequence[Sequence[RowRange]],
+        sources: Sequence[SnapshotSource],
+        ours: Mapping[int, MemorySnapshot],
+    ) -> None:
+        """Copy or receive the rows of our tensors, and send other members theirs.
+
+        What one member sends to another is one message; both put it together in the same order.
+        """
+        sends: dict[int, list[torch.Tensor]] = {}
+        receives: dict[int, list[torch.Tensor]] = {}
+        for spec, tensor in zip(specs, tensors, strict=True):
             held = [(source.rank, _held(source.stretches, spec)) for source in sources]
             takers = [one[spec.number] for one in wants]
             givers = RowSources(held, takers)
@@ -279,53 +294,29 @@ class ShardedRestorer:
                 if taker != self._rank and not givers.may_give(self._rank, taken):
                     continue
                 for number, part in givers.of(taker, taken):
-                    ends = sources[number].rank, taker
-                    works += self._pass_on(spec, part, ends, ours.get(number), tensors, wanted)
-        c10d.wait_messages(works)
-        placed = [
-            like(places[n], tensor) if n in places else tensor for n, tensor in enumerate(tensors)
-        ]
-        state: State = unpack(skeleton, placed)
-        return state
+                    giver = sources[number].rank
+                    if giver == self._rank:
+                        given = ours[number].rows(spec, part)
+                        if taker == giver:
+                            _part_of(tensor, taken, part).copy_(given)
+                        else:
+                            sends.setdefault(taker, []).append(given)
+                    elif taker == self._rank:
+                        receives.setdefault(giver, []).append(_part_of(tensor, taken, part))
+        if self._size > 1:
+            sent, received = _by_rank(sends), _by_rank(receives)
+            with links_of(self._group).sockets_to({*sent, *received}) as sockets:
+                sockets.exchange(sent, received)
 
-    def _pass_on(
-        self,
-        spec: TensorSpec,
-        part: RowRange,
-        ends: tuple[int, int],
-        here: MemorySnapshot | None,
-        tensors: Sequence[torch.Tensor],
-        wanted: Sequence[RowRange],
-    ) -> list[Any]:
-        """Send, receive or copy rows, if one of the ends is ours; returns what to wait for."""
-        giver, taker = ends
-        if self._rank not in ends:
-            return []
-        target = tensors[spec.number]
-        if target.dim():
-            target = target[part.first - wanted[spec.number].first :][: part.rows]
-        if giver == self._rank and here is not None:
-            source = here.slot.chunk(here.layout, TensorRows(spec.number, *part))
-            if giver == taker:
-                target.copy_(source)
-                return []
-            if not source.numel():
-                return []
-            return [self._group.send([bytes_of(source)], taker, TAG + spec.number)]
-        if not target.numel():
-            return []
-        return [self._group.recv([bytes_of(target)], giver, TAG + spec.number)]
 
-    def _spread(self, mine: bytes, source: int) -> bytes:
-        size = int(send_metadata(self._group, [float(len(mine))])[source][0])
-        if self._size == 1:
-            return mine
-        is_mine = self._rank == source
-        text = torch.empty(size, dtype=torch.uint8)
-        if is_mine:
-            text = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        torch.distributed.broadcast(text, group=self._group, group_src=source)
-        return text.numpy().tobytes()
+def _part_of(tensor: torch.Tensor, rows: RowRange, part: RowRange) -> torch.Tensor:
+    """Return a part of a tensor that has these rows; all of one without dimensions."""
+    return tensor[part.first - rows.first :][: part.rows] if tensor.dim() else tensor
+
+
+def _by_rank(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:
+    views = {rank: views_of(some) for rank, some in tensors.items()}
+    return {rank: some for rank, some in views.items() if some}
 
 
 def _all_of(spec: TensorSpec) -> RowRange:

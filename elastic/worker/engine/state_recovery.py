@@ -11,13 +11,13 @@ some cannot train together, all raise the same error, and none waits for one tha
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.program_points import ProgramPoint, next_program_points
@@ -33,14 +33,16 @@ from elastic.core.policy.streams import Data, StreamPlan
 from elastic.errors import StorageError, UsageError
 from elastic.worker.base.spans import span
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
-from elastic.worker.engine.group_sync import share_all
 from elastic.worker.engine.run_state import RunState
-from elastic.worker.group.c10d import default_group
-from elastic.worker.group.member_links import MemberEntry, join_links, open_links
+from elastic.worker.group.c10d import default_group, default_store
+from elastic.worker.group.member_links import connect, share_bytes
 from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.reduce.reducer import OptimizerUnit
 from elastic.worker.state.train_state import State
 from elastic.worker.state.transfer import transfer
+
+NUMBERS = struct.Struct("<15q")
+"""What a member reports of itself, before what it knows of streams of data."""
 
 
 @dataclass(frozen=True)
@@ -83,31 +85,28 @@ def catch_up(
         StorageError: there are checkpoints, and none can be read.
     """
     group = default_group()
+    connect(group, default_store(), reach)
 
-    def meet(*, begins: bool) -> tuple[list[MemberInfo], bytes]:
-        """Return everyone's entry of the table, by rank, and what we know of streams of data."""
+    def meet(*, begins: bool) -> list[MemberInfo]:
+        """Return everyone's entry of the table, by rank."""
         where = in_pass(run.cursor)  # A state that was read may be of another step.
         position = run.position(where, checkpoints.newest_saved(), checkpoints.held())
         if begins and checkpoints.is_sharded:
             # Of these none could send the beginning: each has made its own rows.
             position = replace(position, has_state=True)
-        shared = run.streams.sent(run.cursor)
         mine = MemberInfo(
             position,
             _model_print(units),
             _data_print(run.data),
             torch.get_num_threads(),
-            open_links(group, reach).entry if group.size() > 1 else MemberEntry(),
-            len(shared),
             checkpoints.memory(),
+            run.streams.sent(run.cursor),
         )
         members = report_all(group, mine)
         check_alike(members)
-        if group.size() > 1:
-            join_links(group, [one.entry for one in members])
-        return members, shared
+        return members
 
-    members, shared = meet(begins=False)
+    members = meet(begins=False)
     checkpoints.agree_on_memory([one.memory for one in members])
     positions = [one.position for one in members]
     nobody_has_state = not any(one.has_state for one in positions)
@@ -120,7 +119,7 @@ def catch_up(
             saved = None  # All raise it alike: the newest that some have will do.
         if saved is not None:
             put(saved)
-        members, shared = meet(begins=True)
+        members = meet(begins=True)
         positions = [one.position for one in members]
     plan = plan_transfers(positions).value
     with span("transfer"):
@@ -128,7 +127,7 @@ def catch_up(
     sender = plan.sender_to(group.rank())
     if sender is not None and members[sender].threads != torch.get_num_threads():
         torch.set_num_threads(members[sender].threads)
-    run.streams.receive(share_all(group, shared, [one.num_shared for one in members]))
+    run.streams.receive(one.streams for one in members)
     if state is not None:
         put(state)
     if min(plan.cursors) < max(plan.cursors):  # The same on all members.
@@ -144,17 +143,16 @@ class MemberInfo:
         model: fingerprint of what it prepared, 0 <= it < 2**63.
         data: fingerprint of its data and batch, 0 if it does not know them yet.
         threads: CPU threads of one operation; their number can change the last bit of a sum.
-        num_shared: bytes of what it knows of streams of data.
         memory: which memory of its node it has for snapshots, 0 for none.
+        streams: what it knows of streams of data, see `StreamBook.sent`.
     """
 
     position: RunPosition
     model: int
     data: int
     threads: int
-    entry: MemberEntry
-    num_shared: int = 0
     memory: int = 0
+    streams: bytes = b""
 
 
 def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
@@ -163,38 +161,29 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     Raises:
         RuntimeError: the group broke.
     """
-    if group.size() == 1:
-        return [mine]
     position = mine.position
-    row = torch.tensor(
-        [
-            int(position.has_state),
-            position.cursor.epoch,
-            position.cursor.step,
-            position.epoch_steps,
-            int(position.in_pass),
-            position.generation,
-            position.committed,
-            *position.saved,
-            position.held,
-            position.committed_in,
-            mine.model,
-            mine.data,
-            mine.threads,
-            mine.num_shared,
-            mine.memory,
-            *mine.entry.numbers(),
-        ],
-        dtype=torch.int64,
+    row = NUMBERS.pack(
+        position.has_state,
+        position.cursor.epoch,
+        position.cursor.step,
+        position.epoch_steps,
+        position.in_pass,
+        position.generation,
+        position.committed,
+        *position.saved,
+        position.held,
+        position.committed_in,
+        mine.model,
+        mine.data,
+        mine.threads,
+        mine.memory,
     )
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
     members = []
-    for one in rows:
-        has_state, epoch, step, epoch_steps, in_pass, generation, committed, *others = one.tolist()
-        taken_in, saved, held, committed_in, model, data, threads, num_shared, memory, *entry = (
-            others
+    for text in share_bytes(group, row + mine.streams):
+        has_state, epoch, step, epoch_steps, in_pass, generation, *others = NUMBERS.unpack_from(
+            text
         )
+        committed, taken_in, saved, held, committed_in, model, data, threads, memory = others
         position = RunPosition(
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
@@ -206,9 +195,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
             held=held,
             committed_in=committed_in,
         )
-        members.append(
-            MemberInfo(position, model, data, threads, MemberEntry.of(entry), num_shared, memory)
-        )
+        members.append(MemberInfo(position, model, data, threads, memory, text[NUMBERS.size :]))
     return members
 
 

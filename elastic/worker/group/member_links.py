@@ -1,29 +1,29 @@
 """A member's links in one group: connections, and memory shared within a node.
 
-Each group has its links once its members have met: connections to the partners of this rank, and
-the memory of other ranks of the node that can be read in place.
+Each group has its links once its members have met in its store: connections to the partners of this
+rank, and the memory of other ranks of the node that can be read in place.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
+import secrets
+import struct
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
-
 from elastic.core.policy.exchange_plan import (
     GroupShape,
     flat_shape,
     partners,
+    rows_plan,
     shape_of,
     tree_plan,
 )
@@ -40,6 +40,8 @@ TAGS = 1 << 20
 """First tag of buckets."""
 TAGS_OF_ONE = 128
 """Tags reserved for one exchange: two for each depth of a plan."""
+GATHERED = 4
+"""Tag of `gather`."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +49,25 @@ class MemberEntry:
     """How the other members reach this one.
 
     Attributes:
-        node: a number that is equal exactly for members of the same node.
+        node: a text that is equal exactly for members of the same node.
         pid, number, inode: of its process, and descriptor and inode of an empty memory file in it.
             A process that can open that file can read the member's memory.
     """
 
-    endpoint: PeerEndpoint = field(default_factory=PeerEndpoint)
-    node: int = 0
-    pid: int = 0
-    number: int = 0
-    inode: int = 0
+    endpoint: PeerEndpoint
+    node: str
+    pid: int
+    number: int
+    inode: int
 
-    def numbers(self) -> list[int]:
-        """Return it as 64-bit integers, for an all-gather."""
-        return [*self.endpoint.numbers(), self.node, self.pid, self.number, self.inode]
+    def to_bytes(self) -> bytes:
+        endpoint = self.endpoint.plain()
+        return json.dumps([endpoint, self.node, self.pid, self.number, self.inode]).encode()
 
     @staticmethod
-    def of(numbers: Sequence[int]) -> MemberEntry:
-        *endpoint, node, pid, number, inode = numbers
-        return MemberEntry(PeerEndpoint.of(endpoint), node, pid, number, inode)
+    def of(text: bytes) -> MemberEntry:
+        endpoint, *rest = json.loads(text)
+        return MemberEntry(PeerEndpoint.of(endpoint), *rest)
 
     def is_readable(self) -> bool:
         """Return whether this process may open the member's memory files."""
@@ -86,15 +88,16 @@ class MemberLinks:
         """Open the listener; `join` makes the connections.
 
         Raises:
-            OSError: this machine does not have the address.
+            GroupBroken: this machine does not have the address, or no port to listen on.
         """
         self.rank, self.world_size = rank, world_size
-        self.sockets = PeerSockets(reach)
+        self._reach = reach
+        self.sockets = _listening(rank, reach)
         probe = os.memfd_create("elastic-links", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, probe).atexit = False
         self.entry = MemberEntry(
             self.sockets.endpoint,
-            _node_number(reach.node),
+            _name_of_node(reach.node),
             os.getpid(),
             probe,
             os.fstat(probe).st_ino,
@@ -121,18 +124,23 @@ class MemberLinks:
         if self.world_size > FEW:
             self.small_shape = self.shape
         wanted = None if self.world_size <= FEW else partners_of(self.rank, self.shape)
-        try:
-            self.sockets.join(self.rank, [entry.endpoint for entry in entries], partners=wanted)
-        except OSError as error:
-            raise GroupBroken(
-                f"peer sockets: rank {self.rank} at {self.entry.endpoint.address} could not "
-                f"connect to all others ({error}): Connection closed; members must reach each "
-                f"other at the addresses that their agents announce (--host)"
-            ) from error
+        self._connect(self.sockets, [entry.endpoint for entry in entries], wanted)
         here = [
             entry for entry, node in zip(entries, nodes, strict=True) if node == nodes[self.rank]
         ]
         return all(entry.is_readable() for entry in here)
+
+    def _connect(
+        self, sockets: PeerSockets, endpoints: Sequence[PeerEndpoint], to: Collection[int] | None
+    ) -> None:
+        try:
+            sockets.join(self.rank, endpoints, partners=to)
+        except OSError as error:
+            raise GroupBroken(
+                f"peer sockets: rank {self.rank} at {sockets.endpoint.address} could not "
+                f"connect to all others ({error}): Connection closed; members must reach each "
+                f"other at the addresses that their agents announce (--host)"
+            ) from error
 
     def share(self) -> None:
         """Read the memory of the node's other ranks from now on: all members can."""
@@ -145,6 +153,53 @@ class MemberLinks:
             for rank in range(first, last)
             if rank != self.rank
         }
+
+    def gather(self, mine: bytes) -> tuple[bytes, ...]:
+        """Return what each member gives, by rank; all members call it.
+
+        Raises:
+            GroupBroken: the group broke.
+        """
+        found = {self.rank: mine}
+        for one in rows_plan(self.rank, self.small_shape):
+            parts = [found[rank] for rank in range(*one.held)]
+            lengths = struct.pack(f"<{len(parts)}q", *map(len, parts))
+            for other in one.sends:
+                self.sockets.send(other, GATHERED, [memoryview(part) for part in (lengths, *parts)])
+            for source, ranks in one.receives:
+                message = memoryview(self.sockets.receive(source, GATHERED))
+                sizes = struct.Struct(f"<{ranks[1] - ranks[0]}q")
+                start = sizes.size
+                for rank, size in zip(range(*ranks), sizes.unpack_from(message), strict=True):
+                    found[rank] = bytes(message[start : start + size])
+                    start += size
+        self.sockets.flush()
+        return tuple(found[rank] for rank in range(self.world_size))
+
+    @contextmanager
+    def sockets_to(self, ranks: Collection[int]) -> Iterator[PeerSockets]:
+        """Yield connections to these ranks; all members call it, at the same time.
+
+        In a small group all are connected. In a large one, in which each rank has few partners,
+        they are made for this.
+
+        Args:
+            ranks: those that give our rank in turn.
+
+        Raises:
+            GroupBroken: the group broke, or a member cannot be reached.
+        """
+        if self.world_size <= FEW:
+            yield self.sockets
+            return
+        sockets = _listening(self.rank, self._reach)
+        try:
+            texts = self.gather(json.dumps(sockets.endpoint.plain()).encode())
+            endpoints = [PeerEndpoint.of(json.loads(text)) for text in texts]
+            self._connect(sockets, endpoints, ranks)
+            yield sockets
+        finally:
+            sockets.close()
 
     def next_tag(self) -> int:
         """Return the first of `TAGS_OF_ONE` tags that no other exchange of this group has.
@@ -166,20 +221,28 @@ def _local_groups(shape: GroupShape) -> list[GroupShape]:
     return [found for one in shape.groups for found in _local_groups(one)]
 
 
-def _node_number(node: str) -> int:
-    """Return a 63-bit number for a node's name on this machine."""
+def _name_of_node(node: str) -> str:
+    """Return a name for a node of this machine that no node of another machine has."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
-        return os.getpid()  # Unique, so no memory is shared.
-    digest = hashlib.blake2b(f"{machine}/{node}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+        machine = secrets.token_hex()  # So no memory is shared.
+    return f"{machine.strip()}/{node}"
+
+
+def _listening(rank: int, reach: PeerAddress) -> PeerSockets:
+    try:
+        return PeerSockets(reach)
+    except OSError as error:
+        raise GroupBroken(
+            f"peer sockets: Connection closed: rank {rank} cannot listen on {reach.host} "
+            f"({error}); {remedy(error)}"
+        ) from error
 
 
 # ----------------------------------------------------------------------------- links of groups
 
 _links: WeakKeyDictionary[Any, MemberLinks] = WeakKeyDictionary()
-_open: WeakKeyDictionary[Any, MemberLinks] = WeakKeyDictionary()
 
 
 def links_of(group: Any) -> MemberLinks:
@@ -194,51 +257,34 @@ def links_of(group: Any) -> MemberLinks:
     return links
 
 
-def open_links(group: Any, reach: PeerAddress) -> MemberLinks:
-    """Return our links in this group; their `entry` must be sent to all members before `join`.
+def connect(group: Any, store: Any, reach: PeerAddress) -> None:
+    """Meet the other members in the group's store and connect, unless that is done; all call it.
 
     Raises:
-        GroupBroken: this machine does not have the address, or no port to listen on.
-    """
-    known = _links.get(group) or _open.get(group)
-    if known is None:
-        try:
-            known = _open[group] = MemberLinks(group.rank(), group.size(), reach)
-        except OSError as error:
-            raise GroupBroken(
-                f"peer sockets: Connection closed: rank {group.rank()} cannot listen on "
-                f"{reach.host} ({error}); {remedy(error)}"
-            ) from error
-    return known
-
-
-def join_links(group: Any, entries: Sequence[MemberEntry]) -> None:
-    """Connect to our partners in this group, unless that is done; all members do so.
-
-    Raises:
-        GroupBroken: the group broke, or a member cannot be reached.
-    """
-    if group in _links:
-        return
-    links = _open[group]
-    shares = links.join(entries)
-    answers = [torch.zeros(1) for _ in entries]
-    dist.all_gather(answers, torch.tensor([float(shares)]), group=group)
-    if all(bool(one) for one in answers):
-        links.share()
-    del _open[group]
-    _links[group] = links
-
-
-def connect(group: Any, reach: PeerAddress) -> None:
-    """Exchange entries and connect, unless that is done; all members must call it.
-
-    Members that train over `train.epochs()` have connected before; those of plain loops may
-    not. GroupBroken if the group broke, or a member cannot be reached.
+        RuntimeError: the group broke, or a member cannot be reached.
     """
     if group.size() == 1 or group in _links:
         return
-    mine = torch.tensor(open_links(group, reach).entry.numbers(), dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
-    join_links(group, [MemberEntry.of(one.tolist()) for one in rows])
+    links = MemberLinks(group.rank(), group.size(), reach)
+    keys = [f"links/{rank}" for rank in range(links.world_size)]
+    store.set(keys[links.rank], links.entry.to_bytes())
+    if links.rank == 0:
+        # If each of a thousand members read a thousand values, the store would need 1.5 s for it.
+        store.set("links", b"\n".join(bytes(text) for text in store.multi_get(keys)))
+    can_read = links.join([MemberEntry.of(text) for text in bytes(store.get("links")).split(b"\n")])
+    if all(one == b"1" for one in links.gather(b"1" if can_read else b"0")):
+        links.share()
+    # All have read them. torchrun keeps one store over all its attempts.
+    store.delete_key(keys[links.rank])
+    if links.rank == 0:
+        store.delete_key("links")
+    _links[group] = links
+
+
+def share_bytes(group: Any, mine: bytes) -> tuple[bytes, ...]:
+    """Return what each member of a connected group gives, by rank; all members call it.
+
+    Raises:
+        GroupBroken: the group broke.
+    """
+    return links_of(group).gather(mine) if group.size() > 1 else (mine,)

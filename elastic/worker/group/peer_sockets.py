@@ -7,7 +7,7 @@ thread in microseconds, and a wait on one then raises. Each group has its own.
 Rule: only the main thread sends and receives, while it waits and when it calls `poll`. While it
 waits, for a message or for room in a socket's buffer, it reads from all peers, so that no cycle of
 members can block on full buffers. Messages are matched by tag and sender, and may arrive before
-they are expected.
+they are expected; until then they take memory of their own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address
+from typing import Any
 
 from elastic.errors import GroupBroken
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
@@ -35,17 +35,20 @@ HEADER = struct.Struct("<qq")
 """Before each message: its tag, its bytes."""
 HELLO = struct.Struct("<16sq")
 """First bytes on a connection: the receiver's token, the sender's rank."""
-ENDPOINT = struct.Struct("<16sq16s")
 JOIN_S = 30.0
 """How long members may take to connect to each other, once all know the endpoints."""
+BACKLOG = 1024
+"""Members that may connect to one at the same moment."""
 STRANGERS_MAX = 256
 """Connections that have not sent their hello; the oldest makes room for the next."""
-POLL_S_MAX = 3600.0
+POLL_S_MAX = 2e6
 """The kernel counts milliseconds in 32 bits."""
 BYTES_MAX = 4 << 30
 """No message is longer."""
-BUFFERS_MAX = 512
-"""Buffers of one system call; the kernel takes 1,024."""
+BUFFERS_MAX = 64
+"""Buffers of one system call: it takes longer for each, also for those that it does not reach."""
+READY, LARGE = 2, 3
+"""Tags of `exchange`: there is memory for the message; the message."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,14 @@ class PeerEndpoint:
     port: int = 0
     token: bytes = bytes(16)
 
-    def numbers(self) -> list[int]:
-        """Return it as five 64-bit integers, for an all-gather."""
-        packed = _in_sixteen_bytes(self.address)
-        return list(struct.unpack("<5q", ENDPOINT.pack(packed, self.port, self.token)))
+    def plain(self) -> list[str | int]:
+        """Return it as JSON has it."""
+        return [self.address, self.port, self.token.hex()]
 
     @staticmethod
-    def of(numbers: Sequence[int]) -> PeerEndpoint:
-        packed, port, token = ENDPOINT.unpack(struct.pack("<5q", *numbers))
-        address = IPv6Address(packed)
-        return PeerEndpoint(str(address.ipv4_mapped or address), port, token)
+    def of(plain: Sequence[Any]) -> PeerEndpoint:
+        address, port, token = plain
+        return PeerEndpoint(address, port, bytes.fromhex(token))
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class PeerAddress:
 
     Attributes:
         host: address of this machine that they reach.
-        timeout_s: how long to wait for a message.
+        timeout_s: how long to wait while nothing comes.
         node: name of our node; members of a node share memory. "" if the machine is the node.
         ports: the range of ports to listen on.
     """
@@ -89,11 +90,6 @@ class PeerAddress:
     timeout_s: float = 1800.0
     node: str = ""
     ports: PortRange = ANY_PORT
-
-
-def _in_sixteen_bytes(address: str) -> bytes:
-    ip = ip_address(address)
-    return ip.packed if ip.version == 6 else b"\0" * 10 + b"\xff\xff" + ip.packed
 
 
 Buffers = Sequence[memoryview]
@@ -144,7 +140,7 @@ class PeerSockets:
         """
         family, _, _, _, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
         host = str(where[0])
-        self._listener = listen_within(reach.ports, (host, 0), family=family, backlog=128)
+        self._listener = listen_within(reach.ports, (host, 0), family=family, backlog=BACKLOG)
         address, port = self._listener.getsockname()[:2]
         self.endpoint = PeerEndpoint(str(address).partition("%")[0], port, secrets.token_bytes(16))
         self.received_bytes = 0
@@ -326,6 +322,38 @@ class PeerSockets:
             return
         _take(peer, tag, early.popleft(), (data, then))
 
+    def receive(self, rank: int, tag: int) -> bytearray:
+        """Wait for a message of any length, which is not expected.
+
+        Raises:
+            GroupBroken: the group broke, or nothing came in time.
+        """
+        early = self._peers[rank].early
+        self.wait_until(lambda: bool(early.get(tag)), [rank])
+        return early[tag].popleft()
+
+    def exchange(self, sends: Mapping[int, Buffers], receives: Mapping[int, Buffers]) -> None:
+        """Send large messages, and receive them where they belong; returns when that is done.
+
+        None is sent before its receiver expects it, and has reported that.
+
+        Args:
+            sends: by rank that calls this too: what is sent to it, not empty.
+            receives: by rank: where its message goes.
+
+        Raises:
+            GroupBroken: the group broke, or nothing came in time.
+        """
+        for rank, data in receives.items():
+            self.expect(rank, LARGE, data)
+            self.send(rank, READY, [memoryview(b"\1")])
+        for rank, data in sends.items():
+            self.receive(rank, READY)
+            self.send(rank, LARGE, data)
+        for rank in receives:
+            self.wait(rank, LARGE)
+        self.flush()
+
     def call_soon(self, call: Callable[[], None]) -> None:
         """Call something once the calls in progress have returned, to avoid recursion.
 
@@ -357,7 +385,6 @@ class PeerSockets:
         Raises:
             GroupBroken: the group broke, or nothing came in time.
         """
-        deadline = time.monotonic() + self._timeout_s
         while True:
             self._call()
             if is_there():
@@ -366,7 +393,7 @@ class PeerSockets:
                 broken = self._peers[rank].broken
                 if broken is not None:
                     raise broken
-            self._poll_once(deadline, lambda: f"rank {', '.join(map(str, ranks or self._peers))}")
+            self._poll_once(lambda: f"rank {', '.join(map(str, ranks or self._peers))}")
 
     def flush(self) -> None:
         """Wait until the kernel has taken everything that was sent.
@@ -374,9 +401,8 @@ class PeerSockets:
         Raises:
             GroupBroken: the group broke, or a peer does not read.
         """
-        deadline = time.monotonic() + self._timeout_s
         while any(peer.unsent for peer in self._peers.values()):
-            self._poll_once(deadline, lambda: "others to read")
+            self._poll_once(lambda: "others to read")
 
     def poll(self) -> None:
         """Receive what is there, and send what there is room for; never blocks.
@@ -384,7 +410,7 @@ class PeerSockets:
         Raises:
             GroupBroken: the group broke.
         """
-        while self._poll_once(0.0, None):
+        while self._poll_once(None):
             pass
         self._call()
 
@@ -392,11 +418,13 @@ class PeerSockets:
         while self._due:
             self._due.popleft()()
 
-    def _poll_once(self, deadline: float, what: Callable[[], str] | None) -> bool:
-        """Wait until a peer has sent or can take something, and handle it; False if none did."""
-        left_s = deadline - time.monotonic() if what is not None else 0.0
-        ready = self._poll.poll(min(max(0.0, left_s), POLL_S_MAX) * 1e3)
-        if not ready and what is not None and time.monotonic() >= deadline:
+    def _poll_once(self, what: Callable[[], str] | None) -> bool:
+        """Wait until a peer has sent or can take something, and handle it; False if none did.
+
+        `what` names what is waited for; None not to wait.
+        """
+        ready = self._poll.poll(0 if what is None else min(self._timeout_s, POLL_S_MAX) * 1e3)
+        if not ready and what is not None:
             raise GroupBroken(
                 f"peer sockets: timed out after {self._timeout_s:.0f} s waiting for {what()}"
             )

@@ -38,9 +38,8 @@ class Transport(Protocol):
 
     Connections: members have met before, and may use those of `MemberLinks`. Others are opened
     where those are (`MemberLinks.join`), by addresses that each member sends with its
-    `MemberEntry`, equally many integers of all, and registered with `worker.group.connections`,
-    which says what they owe. No setting selects a transport: it follows from the group's backend
-    and the tensors' device.
+    `MemberEntry`, and registered with `worker.group.connections`, which says what they owe. No
+    setting selects a transport: it follows from the group's backend and the tensors' device.
 
     Errors: where a member is gone, its methods raise `GroupBroken`, or what torch's own collectives
     raise; any other exception counts as the user's error and fails the job.
@@ -51,8 +50,8 @@ class Transport(Protocol):
     It carries sums of gradients and of modules' buffers, and small int64 tensors on the CPU that
     say where sums lie, which it holds until they are sent. A wait reads from all members, lest two
     that send wait for each other. The rows of a step go over `MemberLinks`, unless `carries_rows`
-    and the bucket is small. Over torch's groups go the state for members that lack it, the
-    gradients of sharded models, and whatever the script sends.
+    and the bucket is small, and so does the state for members that lack it. Over torch's groups go
+    the gradients of sharded models, and whatever the script sends.
 
     Attributes:
         has_tags: tags match messages; otherwise their order does, so that all ranks must begin

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,3 +241,8 @@ def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def views_of(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
+    """Return the bytes of tensors on the CPU, in place of contiguous ones; empty ones have none."""
+    return [bytes_of(tensor).numpy().data for tensor in tensors if tensor.numel()]

@@ -12,20 +12,19 @@ from typing import Any
 import torch
 
 from elastic.core.policy.recovery import TransferPlan
-from elastic.worker.group import c10d
-from elastic.worker.state.packing import bytes_of, pack, read_skeleton, tensors_of, unpack
+from elastic.worker.group.member_links import links_of
+from elastic.worker.group.peer_sockets import PeerSockets
+from elastic.worker.state.packing import pack, read_skeleton, tensors_of, unpack, views_of
 
-SMALL_BYTES = 1 << 20
-"""Tensors below this travel together, in one message."""
-TAG = 9_000
-"""Tags of transfers; those of the reduction are others."""
+TAG = 5
+"""Of what says which tensors are sent."""
 
 
 def transfer(group: Any, transfers: TransferPlan, state: Any) -> tuple[Any, int]:
     """Send our state, or receive it, as planned.
 
     Args:
-        group: the process group that stands; of a CPU backend.
+        group: the process group that stands, whose members have met.
         transfers: the plan, the same on all members.
         state: ours; a function that returns it, called only if it is sent.
 
@@ -38,62 +37,28 @@ def transfer(group: Any, transfers: TransferPlan, state: Any) -> tuple[Any, int]
     """
     rank = group.rank()
     receivers, sender = transfers.receivers_from(rank), transfers.sender_to(rank)
-    if receivers:
-        return None, _send(group, receivers, state())
-    if sender is not None:
-        return _receive(group, sender)
-    return None, 0
+    if not transfers.pairs:
+        return None, 0
+    with links_of(group).sockets_to(receivers if sender is None else (sender,)) as sockets:
+        if receivers:
+            return None, _send(sockets, receivers, state())
+        return _receive(sockets, sender) if sender is not None else (None, 0)
 
 
-def _send(group: Any, receivers: Sequence[int], state: Any) -> int:
+def _send(sockets: PeerSockets, receivers: Sequence[int], state: Any) -> int:
     skeleton, tensors = pack(state)
-    cpu = [tensor.to("cpu") for tensor in tensors]
-    small, large = _sorted_by_size([bytes_of(tensor) for tensor in cpu])
-    messages = [
-        torch.tensor([len(skeleton)], dtype=torch.int64),
-        torch.frombuffer(bytearray(skeleton), dtype=torch.uint8),
-        torch.cat([part for _, part in small]) if small else torch.empty(0, dtype=torch.uint8),
-        *(part for _, part in large),
-    ]
-    works = []
+    parts = views_of(tensor.to("cpu") for tensor in tensors)
     for receiver in receivers:
-        for number, message in enumerate(messages):
-            if message.numel():
-                works.append(group.send([message], receiver, TAG + number))
-    c10d.wait_messages(works)
-    return len(receivers) * sum(message.nbytes for message in messages)
+        sockets.send(receiver, TAG, [memoryview(skeleton)])
+    sockets.exchange({receiver: parts for receiver in receivers if parts}, {})
+    return len(receivers) * (len(skeleton) + sum(map(len, parts)))
 
 
-def _receive(group: Any, sender: int) -> tuple[Any, int]:
-    def receive(size: int, number: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        tensor = torch.empty(size, dtype=dtype)
-        if size:
-            c10d.wait_messages([group.recv([tensor], sender, TAG + number)])
-        return tensor
-
-    length = int(receive(1, 0, torch.int64))
-    text = receive(length, 1).numpy().tobytes()
+def _receive(sockets: PeerSockets, sender: int) -> tuple[Any, int]:
+    text = bytes(sockets.receive(sender, TAG))
     skeleton = read_skeleton(text)
     wanted = tensors_of(skeleton)
     tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted]
-    parts = [bytes_of(tensor) for tensor in tensors]
-    small, large = _sorted_by_size(parts)
-    together = receive(sum(part.numel() for _, part in small), 2)
-    start = 0
-    for _, part in small:
-        part.copy_(together[start : start + part.numel()])
-        start += part.numel()
-    for number, (_, part) in enumerate(large):
-        c10d.wait_messages([group.recv([part], sender, TAG + 3 + number)])
-    total = len(text) + sum(part.numel() for part in parts)
-    return unpack(skeleton, tensors), total
-
-
-Part = tuple[int, torch.Tensor]
-
-
-def _sorted_by_size(parts: list[torch.Tensor]) -> tuple[list[Part], list[Part]]:
-    """Return small ones and large ones, each in order."""
-    numbered = list(enumerate(parts))
-    small = [(n, part) for n, part in numbered if part.numel() < SMALL_BYTES]
-    return small, [(n, part) for n, part in numbered if part.numel() >= SMALL_BYTES]
+    parts = views_of(tensors)
+    sockets.exchange({}, {sender: parts} if parts else {})
+    return unpack(skeleton, tensors), len(text) + sum(map(len, parts))
