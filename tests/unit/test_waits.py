@@ -122,20 +122,6 @@ def test_a_wait_that_lasts_may_be_found_to_be_in_vain(waits: AbortableWait) -> N
             waits.wait(real, lasting)
 
 
-def test_messages_are_waited_for_together(waits: AbortableWait, life: PlayedLife) -> None:
-    works = [PlayedWork(12), PlayedWork(13)]
-    works[0].done.set()
-    thread, errors = in_thread(lambda: waits.wait_messages(real, works))
-    assert works[1].began.wait(DEADLINE_S)
-    life.aborted = True
-    thread.join(DEADLINE_S)
-    assert "the group is over" in errors[0]
-    works[1].done.set()
-    life.aborted = False
-    waits.wait_messages(real, works)
-    waits.wait_messages(real, [])
-
-
 def test_a_timeout_of_the_callers_is_torchs(waits: AbortableWait) -> None:
     asked: list[Any] = []
     waits.wait(lambda work, *args, **named: asked.append((args, named)), PlayedWork(), timeout=3)
@@ -147,9 +133,8 @@ def test_messages_have_the_groups_time_and_not_that_of_forming(
     waits: AbortableWait, life: PlayedLife
 ) -> None:
     asked: list[Any] = []
-    for wait in (waits.wait, lambda real, work: waits.wait_messages(real, [work])):
-        wait(lambda _, *args: asked.append(args), PlayedWork(13))
-    assert asked == [(life.timeout,)] * 2
+    waits.wait(lambda _, *args: asked.append(args), PlayedWork(13))
+    assert asked == [(life.timeout,)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

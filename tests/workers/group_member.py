@@ -35,7 +35,6 @@ from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker.base.interrupt import GroupChanged, Interrupter
-from elastic.worker.group import c10d
 from elastic.worker.group.group import GroupSpec, ProcessGroups
 from elastic.worker.group.store_server import StoreServer
 from elastic.worker.process.gloo_watchdog import StuckWaitWatchdog
@@ -128,11 +127,8 @@ class Member:
                 others = [other for other in range(world) if other != rank]
                 works = [dist.irecv(all_of_it.chunk(world)[other], other) for other in others]
                 works += [dist.isend(ours, other) for other in others]
-                if how == "messages":
-                    c10d.wait_messages(works)
-                else:
-                    for work in works:
-                        work.wait()
+                for work in works:
+                    work.wait()
 
     def wait_work(self) -> None:
         """Block in `work.wait()`, as reducers do."""

@@ -65,21 +65,12 @@ class AbortableWait:
             # NCCL works have the same methods, but complete on the device.
             return real(work, *args, **named)
         if work._get_op_type() in MESSAGES:
-            return self._in_another_thread(
-                resources, lambda: _each(real, [work], resources.timeout)
-            )
+            # Without a timeout gloo uses the one that the group was formed with.
+            return self._in_another_thread(resources, lambda: real(work, resources.timeout))
         is_main = threading.current_thread() is threading.main_thread()
         for check in _checks if is_main else ():
             check()
         return _in_slices(resources, real, work, _checks_while_waiting if is_main else ())
-
-    def wait_messages(self, real: Wait, works: Sequence[Any]) -> None:
-        """Wait for messages that gloo carries, in turn; RuntimeError if one or the group fails."""
-        resources = self._resources()
-        if resources is None:
-            _each(real, works)
-        elif works:
-            self._in_another_thread(resources, lambda: _each(real, works, resources.timeout))
 
     def _in_another_thread(self, resources: GroupResources, call: Callable[[], Any]) -> Any:
         waiter = getattr(self._waiters, "mine", None) or WaitThread()
@@ -110,11 +101,6 @@ def _in_slices(
                 raise _given_up(resources) from None
         for check in checks:
             check()
-
-
-def _each(real: Wait, works: Sequence[Any], *timeout: timedelta) -> bool:
-    """Wait for messages; without a timeout gloo uses the one that the group was formed with."""
-    return all([real(work, *timeout) for work in works])  # noqa: C419 - each, whatever it returns
 
 
 def _given_up(resources: GroupResources) -> RuntimeError:

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -270,10 +270,6 @@ class WaitHook(Protocol):
         """Wait for a work, as torch's `Work.wait` (`real`) does."""
         ...
 
-    def wait_messages(self, real: Callable[..., Any], works: Sequence[Any]) -> None:
-        """Wait for messages that gloo carries."""
-        ...
-
 
 @dataclass(frozen=True)
 class DefaultGroup:
@@ -310,7 +306,6 @@ class TorchPatches:
         self._forget_subgroup = forget_subgroup
         self._waits = waits
         self._begin_save = begin_save
-        self._wait_messages: Callable[[Sequence[Any]], None] | None = None
         self._undo: list[tuple[Any, str, Any]] = []
         self._is_unasked = False
         self.init_process_group = dist.init_process_group
@@ -326,7 +321,11 @@ class TorchPatches:
             wrapped = functools.wraps(real)(functools.partial(ours, real))
             for module in holders_of(name):
                 self._put(module, name, wrapped)
-        self._put_waits(found.work)
+        real_wait = found.work.wait
+        wait = functools.wraps(real_wait)(
+            lambda work, *args, **named: self._waits.wait(real_wait, work, *args, **named)
+        )
+        self._put(found.work, "wait", wait)
         # Not at the top: a driver that imports this module needs none of it.
         saver = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
         real_save = saver.async_save
@@ -342,24 +341,8 @@ class TorchPatches:
 
         self._put(DeviceMesh, "__init__", begin_known)
 
-    def _put_waits(self, work_type: Any) -> None:
-        real, waits = work_type.wait, self._waits
-
-        @functools.wraps(real)
-        def wait(work: Any, *args: Any, **named: Any) -> Any:
-            return waits.wait(real, work, *args, **named)
-
-        def wait_messages(works: Sequence[Any]) -> None:
-            waits.wait_messages(real, works)
-
-        self._put(work_type, "wait", wait)
-        self._wait_messages = wait_messages
-        _messages.append(wait_messages)
-
     def remove(self) -> None:
         """Restore torch's own functions."""
-        if self._wait_messages in _messages:
-            _messages.remove(self._wait_messages)
         while self._undo:
             setattr(*self._undo.pop())
 
@@ -435,23 +418,6 @@ def holders_of(name: str) -> list[Any]:
     real = getattr(distributed_c10d, name)
     modules = list(sys.modules.values())
     return [one for one in modules if getattr(one, "__dict__", {}).get(name) is real]
-
-
-_messages: list[Callable[[Sequence[Any]], None]] = []
-"""The installed replacements for waiting for messages."""
-
-
-def wait_messages(works: Sequence[Any]) -> None:
-    """Wait for messages that gloo carries, also in a group whose collectives NCCL carries.
-
-    Raises:
-        RuntimeError: one failed, or the group is over.
-    """
-    if _messages:
-        _messages[-1](works)
-        return
-    for work in works:
-        work.wait()
 
 
 # ------------------------------------------------------------------------------------------- NCCL

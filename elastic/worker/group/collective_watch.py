@@ -65,10 +65,9 @@ NATIVE = tuple(
 OURS = os.path.join(PACKAGE, "worker", "")
 WAITS = (
     abortable_wait.AbortableWait.wait.__code__,
-    abortable_wait.AbortableWait.wait_messages.__code__,
     ProcessGroups.wait_aside.__code__,
 )
-"""Where we wait in torch's place: for a collective, messages, or a subgroup's other members."""
+"""Where we wait in torch's place: for a collective, a message, or a subgroup's other members."""
 WAITS_DEPTH = 8
 """Frames of that, and of `threading` below it."""
 
