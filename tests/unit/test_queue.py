@@ -58,21 +58,38 @@ def test_in_vain_says_what_keeps_it_from_nodes_that_nobody_holds() -> None:
     )
 
 
-def test_a_node_where_no_more_may_start_is_not_used_for_a_worker_that_it_keeps() -> None:
-    """One slot there is its own again after a job of lower priority was preempted for another."""
+def crowded_out(**changes: Any) -> Any:
+    """Grant job a a new worker on n2, because others need the slot of its worker on n1.
+
+    That is free again once a job of lower priority was preempted for another one.
+    """
     label = (("kind", "x"),)
-    cut_off = replace(
-        demand("a", 1, 3, seats="n1", priority=3, keeps_state=True),
-        trains=False,
-        out=frozenset({NodeId("n1")}),
-    )
+    waits = demand("a", 1, 3, seats="n1", priority=3, keeps_state=True)
+    strategy = changes.pop("strategy", Strategy.PACK)
     found = grants(
-        cut_off,
+        replace(waits, spec=replace(waits.spec, strategy=strategy), trains=False, **changes),
         demand("e", 2, priority=5, label_selector=label),
         demand("d", 1, priority=2),
         replace(demand("v", 3, seats="n1 n1 n1"), stays=""),
         nodes=[room("n1", 5, free=1, labels=label), room("n2", 1)],
     )
     assert found["v"].yields_to
-    assert found["a"].yields == ()
-    assert found["a"].starts == (("n2", 1),)
+    return found["a"]
+
+
+def test_a_node_where_no_more_may_start_is_not_used_for_a_worker_that_it_keeps() -> None:
+    found = crowded_out(out=frozenset({NodeId("n1")}))
+    assert found.yields == ()
+    assert found.starts == (("n2", 1),)
+
+
+def test_a_job_of_one_node_keeps_no_worker_on_another() -> None:
+    found = crowded_out(strategy=Strategy.STRICT_PACK)
+    assert found.yields == ("n1/a0",)
+    assert found.starts == (("n2", 1),)
+
+
+def test_a_job_of_one_node_does_not_grow_onto_another_while_its_own_is_cordoned() -> None:
+    job = demand("a", 1, 3, seats="n1", strategy=Strategy.STRICT_PACK)
+    found = grants(job, nodes=[room("n1", 3, free=2, cordoned=True), room("n2", 3)])
+    assert found["a"].starts == ()

@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.config import JobSpec
-from elastic.core.facts import JobId, NodeId, WorkerId
+from elastic.core.facts import JobId, NodeId, Strategy, WorkerId
 from elastic.core.policy.packing import WorkerPlacer
 
 HeldSlot = tuple[WorkerId, NodeId]
@@ -109,6 +109,11 @@ class AllocationDraft:
         if not any(node_id in nodes for node_id in self.hosting()):
             return 0
         return len(self.kept) + self.num_starts
+
+    def is_to_start_off(self, node_id: NodeId) -> bool:
+        """Return whether new workers start on another node, the only one that it may have."""
+        is_bound = self.demand.spec.strategy is Strategy.STRICT_PACK
+        return is_bound and bool(self.starts) and node_id not in self.starts
 
     def unkept(self) -> list[HeldSlot]:
         return [slot for slot in self.demand.held_slots if slot[0] not in self.kept]

@@ -265,10 +265,10 @@ class WorkerPlacer:
         return is_taken, self._loads.get(zone, 0) if self._spreads else 0, load, slots, node_id
 
     def _one_node(self, nodes: Sequence[NodeCapacity], *, pinned: bool) -> list[NodeCapacity]:
-        """Return the node that hosts the job already, else the one that fits most of it."""
-        hosting = [r for r in nodes if self.hosting.get(r.node_id)]
-        if hosting or pinned:
-            return hosting[:1]
+        """Return the node that hosts the job already, if any, else the one that fits most of it."""
+        if self.hosting or pinned:
+            # None if it is cordoned.
+            return [r for r in nodes if self.hosting.get(r.node_id)][:1]
         need, low = self._spec.resources_per_worker, self._spec.min_workers
 
         def rank(node: NodeCapacity) -> tuple[int, int, int, NodeId]:

@@ -238,7 +238,7 @@ class _Plan:
         while count < limit and draft.tried < len(slots):
             worker_id, node_id = slots[draft.tried]
             draft.tried += 1
-            if worker_id in draft.kept or node_id in self._barred:
+            if worker_id in draft.kept or node_id in self._barred or draft.is_to_start_off(node_id):
                 continue
             if not self.space.capacity(node_id, need):
                 continue
