@@ -12,6 +12,7 @@ import pytest
 from elastic import train
 from elastic.core.events.worker import RequestLeave
 from elastic.core.policy.cursor import Cursor
+from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.activity import Activity
 from elastic.worker.base.mailboxes import Mailboxes
 from elastic.worker.checkpoint.snapshot import RankInfo
@@ -23,7 +24,7 @@ from elastic.worker.process.local import LocalRun, local_context
 from elastic.worker.reduce.step_metadata import StepMetadata
 from elastic.worker.state.arena import SnapshotSlot
 from tests.patience import DEADLINE_S
-from tests.unit.engine_under_test import Loop, square
+from tests.unit.engine_under_test import STEPS, Loop, square
 from tests.unit.saving_under_test import Run, Table
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -198,6 +199,31 @@ def test_the_last_snapshot_behind_a_break_takes_no_place_of_one_that_is_still_ne
                     break
         assert context.snapshotter.newest.steps == 3
         assert [mark.steps for _, mark in context.snapshotter.held_snapshots()] == [1]
+
+
+def test_the_last_step_is_saved_again_where_its_snapshot_has_come_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, fails = SnapshotSlot.put, [True]
+
+    def put(*args: Any) -> None:
+        if fails:
+            fails.clear()
+            raise OSError("no memory is left")
+        real(*args)
+
+    run = LocalRun(job_name="r", run_path=str(tmp_path), options={"every_n_steps": STEPS})
+    monkeypatch.setattr(SnapshotSlot, "put", put)
+    with local_context(run) as context:
+        loop = Loop.make()
+        for _, x, y in loop.batches():
+            square(loop.model(x), y).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        context.snapshotter.finish()
+    assert not fails
+    (name_and_marker,) = RunDirectory(str(tmp_path)).markers()
+    assert name_and_marker[1].about("steps", 0) == STEPS
 
 
 def test_a_job_whose_group_is_over_waits_for_no_storage(tmp_path: Path) -> None:

@@ -247,17 +247,19 @@ class Snapshotter:
         newest, group = self.newest, self._rank_info.generation
         return self._is_stored and (newest.steps, newest.generation) == (steps, group)
 
-    def know_all_settled(self, *, gives_up: bool = False) -> None:
+    def know_all_settled(self, *, is_lost: bool = False, gives_up: bool = False) -> None:
         """Know that all members have settled the newest snapshot.
 
         Args:
+            is_lost: it has come to nothing on some, and counts as not taken.
             gives_up: it has come to nothing on some, and its rows of a sharded model are of use
                 only together. So the next one gets the same number: it goes to the place of this
                 one, also where that is whole, here and where it was copied to, and the one before
-                it stays on all nodes.
+                it stays on all nodes. It has the same name in storage, too, if no step is between.
         """
         self.lacks_newest, self.is_settled_by_all = False, True
         self.slots.know_all_settled()
+        self._is_stored = self._is_stored and not is_lost
         if gives_up:
             self.newest = self.newest._replace(number=self.newest.number - 1)
 

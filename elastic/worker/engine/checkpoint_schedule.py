@@ -204,7 +204,10 @@ class CheckpointScheduler:
 
     def know_all_settled(self, lack: Iterable[float]) -> None:
         """All members have settled the newest snapshot, or `lack` it: it came to nothing there."""
-        self._snapshotter.know_all_settled(gives_up=self.is_sharded and any(lack))
+        is_lost, is_sharded = any(lack), self.is_sharded
+        self._snapshotter.know_all_settled(
+            is_lost=is_lost and not is_sharded, gives_up=is_lost and is_sharded
+        )
 
     def know_broken(self) -> None:
         """The group broke at this boundary: what some lack is not known."""
