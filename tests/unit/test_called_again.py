@@ -789,6 +789,7 @@ class Meeting(Home):
         left = call(life, None)
         while left is not None:
             resumed.append(left.cursor)
+            assert left.generation == 1, "it would meet the others again, who have gone on"
             left = call(life, left)
         return life, resumed
 

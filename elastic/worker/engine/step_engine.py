@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -465,6 +465,17 @@ class StepEngine:
             self.context.activity.reset()
             self.context.timing.switch(USER)
 
+    def _leave_pass(self, error: ReenterRequested) -> NoReturn:
+        """Leave the loop over steps by an error that comes from within its body.
+
+        Through the pass, which would be closed as by a `break` otherwise, and keep a state that the
+        present group has not agreed on.
+        """
+        opened = self._epochs.open_pass() if self._epochs.open_pass is not None else None
+        if opened is not None:
+            opened.throw(error)
+        raise error
+
     def _counts_iterations(self) -> bool:
         """Return whether how many iterations a step has depends on the number of workers."""
         data = self.data
@@ -511,8 +522,11 @@ class StepEngine:
             # The step goes on: what the script counts in it comes after what was received.
             self._put_late()
             if self._group.program_points[self.context.world_rank].cursor <= here:
-                raise ReenterRequested(
-                    "the others are before the code that begins this step", self.context.generation
+                self._leave_pass(
+                    ReenterRequested(
+                        "the others are before the code that begins this step",
+                        self.context.generation,
+                    )
                 )
             self.at_boundary()
 
