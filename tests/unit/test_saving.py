@@ -14,6 +14,7 @@ from elastic.core.events.worker import CheckpointWritten
 from elastic.core.facts import RefusalCode
 from elastic.core.policy.cursor import Cursor
 from elastic.storage.marker import MARKER
+from elastic.worker.checkpoint import committer
 from elastic.worker.checkpoint.checkpoint_reader import read_checkpoint
 from elastic.worker.checkpoint.snapshot import RankInfo
 from elastic.worker.checkpoint.snapshotter import Snapshotter
@@ -132,6 +133,28 @@ def test_a_group_that_is_over_is_asked_about_under_the_next_one(tmp_path: Path) 
     assert refused.wait(DEADLINE_S)
     run.savers[0]._writer.generation = 2  # type: ignore[union-attr]
     run.savers[0].finish()
+    assert len(run.committed()) == 1
+
+
+def test_a_refusal_that_came_late_is_asked_about_under_the_next_group_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for the next group begins with the refusal: here it is over at once."""
+    monkeypatch.setattr(committer, "CONSENT_S", 0)
+    run = Run(tmp_path)
+    post = run.coordinator.post
+
+    def refuse_late(item: Any) -> None:
+        run.coordinator.refuses = ""
+        if item.generation == 1:
+            run.savers[0]._writer.generation = 2  # type: ignore[union-attr]
+            run.coordinator.refuses = "generation 1 is over"
+        post(item)
+
+    run.coordinator.post = refuse_late  # type: ignore[method-assign]
+    run.save(wait=False)
+    run.savers[0].finish()
+    assert [one.generation for one in run.coordinator.told] == [1, 2]
     assert len(run.committed()) == 1
 
 

@@ -45,6 +45,7 @@ Rule: this thread alone asks and writes markers, one checkpoint after the other.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -67,7 +68,7 @@ from elastic.worker.checkpoint.snapshot import CheckpointAbandoned, polls, posit
 log = logging.getLogger(__name__)
 
 CONSENT_S = 60.0
-"""How long a generation may take to form that can record an automatic checkpoint."""
+"""How long after a refusal a generation may form that can record an automatic checkpoint."""
 SLOW_S = 60.0
 FINISH_S = 600.0
 """How long the end of a train function waits for reported checkpoints to count."""
@@ -297,7 +298,8 @@ class Committer:
     def _await_consent(self, commit: Commit) -> None:
         """Wait until the coordinator has recorded it; CheckpointAbandoned if it refuses."""
         marker, is_bound = commit.marker, commit.marker.kind is ReportKind.SCRIPT
-        for _ in polls(CONSENT_S):
+        # The time counts from the first refusal: an answer may take as long as it likes.
+        for _ in itertools.chain((None,), polls(CONSENT_S)):
             generation = marker.generation if is_bound else self.generation
             if generation != marker.generation and self._is_outdated(marker):
                 raise CheckpointAbandoned("others have taken newer ones since")
