@@ -1,4 +1,4 @@
-"""Each nanosecond of each worker is charged once, whatever workers tell and whenever it comes."""
+"""Each nanosecond of each worker is booked once, whatever workers tell and whenever it comes."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_steps_that_a_run_went_back_for_are_no_progress() -> None:
     ledger.group_formed()
     ledger.add_report(account, Goodput(productive_ns=8), (0, 5), 20)
     ledger.add_report(account, Goodput(productive_ns=10), (0, 8), 30)
-    assert ledger.charged[PRODUCTIVE] == 5 + 2
-    assert ledger.charged[REDONE] == 3
+    assert ledger.booked[PRODUCTIVE] == 5 + 2
+    assert ledger.booked[REDONE] == 3
 
 
 def test_what_is_reported_after_a_change_of_the_group_counts_as_what_it_was() -> None:
@@ -83,10 +83,10 @@ def test_what_is_reported_after_a_change_of_the_group_counts_as_what_it_was() ->
     ledger.move(account, REFORM, 30)
     ledger.move(account, REPORTED, 32)
     ledger.add_report(account, Goodput(productive_ns=29), (0, 7), 33)
-    assert (ledger.charged[PRODUCTIVE], ledger.charged[REFORM]) == (29, 2 + 1)
+    assert (ledger.booked[PRODUCTIVE], ledger.booked[REFORM]) == (29, 2 + 1)
     ledger.move(account, REFORM, 40)
     ledger.close(account, 41, is_lost=True)
-    assert ledger.charged[REDONE] == 40 - 32
+    assert ledger.booked[REDONE] == 40 - 32
     assert ledger.total().allocated_ns == 41
 
 

@@ -334,7 +334,7 @@ def forgets_drains_with_the_coordinator(patch: Patch) -> None:
 
 @bug
 def forgets_the_time_of_workers_that_are_gone(patch: Patch) -> None:
-    """A worker's time since its last report is charged to no category."""
+    """A worker's time since its last report is booked under no category."""
     patch.setattr(goodput.Ledger, "close", lambda *_, **__: None)
 
 

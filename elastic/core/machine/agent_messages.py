@@ -367,7 +367,7 @@ def take_worker_report(cluster: ClusterState, state: NodeState, report: WorkerRe
     was_in_place = job.is_in_place() if report.in_place is not before.in_place else None
     worker.update(report, cluster.now_ns)
     job.newest.has_looped |= report.in_place
-    cluster.charge(job, worker)
+    cluster.book_time(job, worker)
     if before.phase is WorkerPhase.TRAINING and report.phase is WorkerPhase.READY:
         _note_pause(cluster, job, report.worker_id)
     if report.micro_batches > 0 and report.generation == job.generation:

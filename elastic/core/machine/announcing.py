@@ -40,7 +40,7 @@ def stop_worker(
     if worker.stop_cause is not None:
         return
     worker.stop_cause = cause
-    cluster.charge(job, worker)
+    cluster.book_time(job, worker)
     cluster.queue.is_outdated = True
     send_worker(cluster, worker, stop_order(cluster, job, worker))
 

@@ -443,15 +443,15 @@ class ClusterState:
             account.reported = None
         worker = WorkerState(report, state.node.node_id, self.now_ns, account)
         job.workers[report.worker_id] = worker
-        self.charge(job, worker)
+        self.book_time(job, worker)
         self.owner[report.worker_id] = job.job_id
         self.queue.is_outdated = True
         state.held[report.worker_id] = job.spec.resources_per_worker
         state.saw_worker(report.worker_id)
         return worker
 
-    def charge(self, job: JobState, worker: WorkerState) -> None:
-        """Account for a worker's time until now; called whenever its category may change."""
+    def book_time(self, job: JobState, worker: WorkerState) -> None:
+        """Book a worker's time until now; called whenever its category may change."""
         node = self.book.nodes.get(worker.node_id)
         now = goodput.Situation(
             phase=worker.report.phase,

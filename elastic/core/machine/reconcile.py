@@ -249,7 +249,7 @@ def _form(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: str) ->
     cluster.queue.is_outdated = True
     job.ledger.group_formed()
     for worker in job.workers.values():
-        cluster.charge(job, worker)
+        cluster.book_time(job, worker)
     invariants.check_bounds(job)
     job.move(JobPhase.RUNNING, cluster.now_ns)
     cluster.persist(job)
@@ -308,7 +308,7 @@ def _end_group(cluster: ClusterState, job: JobState, plan: GroupPlan, reason: st
     job.newest.announced_ns = cluster.now_ns
     job.reason = reason
     for worker in job.workers.values():
-        cluster.charge(job, worker)
+        cluster.book_time(job, worker)
     job.move(JobPhase.PENDING, cluster.now_ns)
     cluster.persist(job)
     for worker in job.present_members():

@@ -145,7 +145,7 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
     if job is None:
         return
     worker, telemetry = job.workers[progress.worker_id], progress.telemetry
-    # Also of an earlier generation: it has time that was not charged yet.
+    # Also of an earlier generation: it has time that was not booked yet.
     job.ledger.add_report(worker.account, progress.spent, telemetry.position, cluster.now_ns)
     if progress.generation != job.generation:
         return

@@ -1,11 +1,11 @@
-"""Goodput accounting: each nanosecond of each worker is charged to exactly one category.
+"""Goodput accounting: each nanosecond of each worker is booked under exactly one category.
 
 The coordinator sees when a worker starts, waits, trains and ends. Only the worker knows how the
 time inside a train function is spent, and reports it about once a second, in a large group every
-half minute. So the account of a training worker lags: unreported time is not charged until it is
+half minute. So the account of a training worker lags: unreported time is not booked until it is
 reported, maybe from the next group, or the worker is gone.
 
-Rule: the time charged to a worker and its `late_ns` are exactly the time from its start to
+Rule: the time booked for a worker and its `late_ns` are exactly the time from its start to
 `since_ns`, whatever workers report and whenever that arrives.
 """
 
@@ -61,12 +61,12 @@ def category(now: Situation) -> int:
 
 
 def split(reported: Sequence[int], before: Sequence[int], room_ns: int) -> tuple[int, ...]:
-    """Return the time to charge to each category, `room_ns` in all at most.
+    """Return the time to book under each category, `room_ns` in all at most.
 
     Args:
         reported: the worker's reported time so far, by category.
         before: the same from its previous report.
-        room_ns: how much of its time is not charged yet.
+        room_ns: how much of its time is not booked yet.
     """
     news = [max(0, now - then) for now, then in zip(reported, before, strict=True)]
     total = sum(news)
@@ -83,7 +83,7 @@ class Account:
     """The account of one worker.
 
     Attributes:
-        since_ns: its time up to here is charged, except `late_ns`.
+        since_ns: its time up to here is booked, except `late_ns`.
         late_ns: of that, it trained in an earlier group and has not reported it.
         reported: its reported time so far; None for one that already trained when first reported.
     """
@@ -100,52 +100,52 @@ class Ledger:
     """The sums of the accounts of a job's workers.
 
     Attributes:
-        charged: by category, nanoseconds.
+        booked: by category, nanoseconds.
         furthest: the furthest step that any worker of the job has reached.
         again_until: steps up to here were done before the newest group; it may repeat them.
     """
 
-    charged: list[int] = field(default_factory=lambda: [0] * len(FIELDS))
+    booked: list[int] = field(default_factory=lambda: [0] * len(FIELDS))
     furthest: tuple[int, int] = (0, 0)
     again_until: tuple[int, int] = (0, 0)
 
     def total(self) -> Goodput:
-        """Return the time charged so far."""
-        return Goodput(*self.charged)
+        """Return the time booked so far."""
+        return Goodput(*self.booked)
 
     def at(self, accounts: Iterable[Account], now_ns: int) -> tuple[Goodput, int]:
         """Return the goodput at `now_ns`, and the nanoseconds that workers have not reported."""
-        charged, unreported_ns = [*self.charged], 0
+        booked, unreported_ns = [*self.booked], 0
         for account in accounts:
             unreported_ns += account.late_ns
             if account.category == REPORTED:
                 unreported_ns += now_ns - account.since_ns
             else:
-                charged[account.category] += now_ns - account.since_ns
-        return Goodput(*charged), unreported_ns
+                booked[account.category] += now_ns - account.since_ns
+        return Goodput(*booked), unreported_ns
 
     def group_formed(self) -> None:
         """Mark the steps done so far, because a new group may repeat some of them."""
         self.again_until = self.furthest
 
     def move(self, account: Account, to: int, now_ns: int) -> None:
-        """Charge a worker's time until now, and change its category."""
+        """Book a worker's time until now, and change its category."""
         if account.category != to:
-            self._charge(account, now_ns)
+            self._book(account, now_ns)
             account.category = to
             account.has_trained = account.has_trained or to == REPORTED
 
     def close(self, account: Account, now_ns: int, *, is_lost: bool) -> None:
-        """Charge the remaining time of a worker that is gone; a lost one's work is repeated."""
-        self._charge(account, now_ns)
-        self.charged[REDONE if is_lost else DRAIN] += account.late_ns
+        """Book the remaining time of a worker that is gone; a lost one's work is repeated."""
+        self._book(account, now_ns)
+        self.booked[REDONE if is_lost else DRAIN] += account.late_ns
         account.late_ns = 0
 
-    def _charge(self, account: Account, now_ns: int) -> None:
+    def _book(self, account: Account, now_ns: int) -> None:
         if account.category == REPORTED:
             account.late_ns += now_ns - account.since_ns
         else:
-            self.charged[account.category] += now_ns - account.since_ns
+            self.booked[account.category] += now_ns - account.since_ns
         account.since_ns = now_ns
 
     def add_report(
@@ -161,10 +161,10 @@ class Ledger:
             account.since_ns += sum(parts) - late_ns
             account.late_ns -= late_ns
             if trains_ns:  # What it never reports of an earlier group, it spent on leaving it.
-                self.charged[REFORM] += account.late_ns
+                self.booked[REFORM] += account.late_ns
                 account.late_ns = 0
             if position <= self.again_until and any(position):
                 parts[REDONE] += parts[PRODUCTIVE]
                 parts[PRODUCTIVE] = 0
-            self.charged = [sum(pair) for pair in zip(self.charged, parts, strict=True)]
+            self.booked = [sum(pair) for pair in zip(self.booked, parts, strict=True)]
         self.furthest = max(self.furthest, position)
