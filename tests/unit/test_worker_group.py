@@ -198,7 +198,7 @@ def test_there_is_no_store_and_no_hang_up_without_a_group() -> None:
     groups = ProcessGroups()
     assert not groups.peer_hung_up()
     assert groups.spec is None
-    with pytest.raises(GroupError, match="no group stands"):
+    with pytest.raises(GroupError, match="no group is formed"):
         _ = groups.store
     groups.close()
 

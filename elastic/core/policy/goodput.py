@@ -151,7 +151,7 @@ class Ledger:
     def add_report(
         self, account: Account, reported: Goodput, position: tuple[int, int], now_ns: int
     ) -> None:
-        """Charge the time that a worker reports."""
+        """Book the time that a worker reports."""
         times, before = reported.times(), account.reported
         account.reported = times if before is None else tuple(map(max, times, before))
         if before is not None:

@@ -104,10 +104,10 @@ class ActivityMonitor:
         waits = seen.waiting_ns >= self._long_ns
         still_ns, working_ns = now_ns - self._moved_ns, now_ns - self._worked_ns
         # Before the training loop starts, user code may take any time for data and models.
-        stands = seen.beats > 0 and not seen.waiting_ns and still_ns >= STILL_NS
-        works = seen.beats > 0 and not stands and working_ns >= WORKING_NS
-        found = (waits, stands, works)
-        again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS if stands else WORKING_AGAIN_NS
+        is_stalled = seen.beats > 0 and not seen.waiting_ns and still_ns >= STILL_NS
+        works = seen.beats > 0 and not is_stalled and working_ns >= WORKING_NS
+        found = (waits, is_stalled, works)
+        again_ns = WAITING_AGAIN_NS if waits else STILL_AGAIN_NS if is_stalled else WORKING_AGAIN_NS
         is_due = any(found) and now_ns - self._reported_ns >= again_ns
         if found == self._reported and not is_due:
             return None
@@ -116,10 +116,10 @@ class ActivityMonitor:
             place.worker_id,
             place.generation,
             waiting_ns=seen.waiting_ns if waits else 0,
-            still_ns=still_ns if stands else 0,
+            still_ns=still_ns if is_stalled else 0,
             epoch=seen.epoch,
             step=seen.step,
-            begun=seen.begun if waits or stands else (),
+            begun=seen.begun if waits or is_stalled else (),
             longest_ns=self._longest_ns,
             has_stepped=seen.has_stepped,
             working_ns=working_ns if works else 0,

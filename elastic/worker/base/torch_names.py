@@ -57,7 +57,7 @@ NAMES = (
     PrivateName(C10D, "_unregister_all_process_groups", GROUPS),
     PrivateName(C10D, "_get_default_group", "who needs a group joins it first, or is refused"),
     PrivateName(C10D, "_get_default_store", "a run in the user's own process shares facts by it"),
-    PrivateName(C10D, "_set_pg_timeout", "timeouts of a group that stands"),
+    PrivateName(C10D, "_set_pg_timeout", "timeouts of a group that is formed"),
     PrivateName(C10D, "Work.wait", "waits of scripts end with their group"),
     PrivateName(C10D, "Work.is_completed", "waits of scripts end with their group"),
     PrivateName(C10D, "Work._get_op_type", "a wait reports its collective"),

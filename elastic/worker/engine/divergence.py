@@ -178,7 +178,7 @@ class Divergence:
         """Return which ranks are to receive what most have; called on all ranks at once.
 
         Args:
-            group: the process group that stands.
+            group: the process group that is formed.
             cursor: the step before which ranks differ.
 
         Raises:

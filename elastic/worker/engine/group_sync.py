@@ -54,7 +54,7 @@ def note_loop_begun(*, is_inside: bool) -> None:
 
 
 def others_have_begun(*, is_inside: bool) -> bool:
-    """Return whether any member has noted that; known soon after the group stands.
+    """Return whether any member has noted that; known soon after the group is formed.
 
     Args:
         is_inside: it is in a pass; if not, it has begun the loop.

@@ -20,14 +20,14 @@ from elastic.worker.state.train_state import State
 
 
 class ReenterRequested(GroupChanged):
-    """The train function must be called again in the group that stands; state is kept for it."""
+    """The train function must be called again in the group that is formed; state is kept for it."""
 
 
 class GroupProvider(Protocol):
     """Where groups come from: the worker's main loop, or nowhere in a run of one process."""
 
     def rejoin(self, generation: int, error: BaseException | None, at_boundary: bool) -> Any:
-        """Leave a group that is over, and have `StepEngine.enter` called in the next that stands.
+        """Leave a group that is over, and have `StepEngine.enter` called in the next one.
 
         `error` came out of it, None if it was left by order; `at_boundary` all members leave it.
         """

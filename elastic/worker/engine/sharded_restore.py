@@ -111,7 +111,7 @@ class ShardedRestorer:
         """Search for nothing yet.
 
         Args:
-            group: the process group that stands, whose members have met.
+            group: the process group that is formed, whose members have met.
             snapshotter: knows this node's memory.
             ours: our state, from which it follows how a saved one is sharded here.
             listed: returns the checkpoints in storage, newest first; None if it cannot be asked.

@@ -63,7 +63,7 @@ class StateRestorer:
         finds nothing, or less than others, receives the state from them afterwards.
 
         Args:
-            group: the process group that stands.
+            group: the process group that is formed.
             begin: where the train function begins by itself; an earlier state is passed over.
             context: of this worker in the group.
             snapshotter: has what is in this node's memory.

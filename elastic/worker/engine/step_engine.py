@@ -1002,9 +1002,9 @@ class StepEngine:
         return self.groups.must_leave(self.context.generation)
 
     def _change_group(self, *, is_first: bool = False) -> None:
-        """Join the newest group, until one stands in which all have the same state.
+        """Join the newest group, until one is formed in which all have the same state.
 
-        The first group stands already, and has only to meet; so has one of which some differ.
+        The first group is formed already, and has only to meet; so has one of which some differ.
         """
         began = time.monotonic()
         reducer = self._the_reducer()
@@ -1166,7 +1166,7 @@ class StepEngine:
     @property
     def context(self) -> WorkerContext:
         if self._context is None:
-            raise InvariantViolation("the step engine is asked before a group stands")
+            raise InvariantViolation("the step engine is asked before a group is formed")
         return self._context
 
     def _the_loop(self) -> RunningLoop:

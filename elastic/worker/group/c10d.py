@@ -6,7 +6,7 @@ what to install. All private names of torch are listed in `torch_names`.
 Three patched names are enough. `ProcessGroupGloo`, as torch's own group builder sees it, is where
 each group (the default one, `new_group`, a device mesh) makes its sockets. `init_process_group` and
 `destroy_process_group` are what a script written for torchrun calls at its start and end; before
-and after it finds no group, though one stands.
+and after it finds no group, though one is formed.
 `Work.wait` is where Python waits for other ranks (see `abortable_wait`).
 """
 
@@ -296,7 +296,7 @@ class TorchPatches:
 
         Args:
             make_gloo: builds a gloo backend, called as make_gloo(class, store, rank, size, s).
-            standing: the group that stands now, None if there is none.
+            standing: the group that is formed now, None if there is none.
             forget_subgroup: called with one that the script destroys; returns whether torch may.
             waits: waits for works.
             begin_save: begins a save in the background, called as begin_save(real, ...).
@@ -362,12 +362,12 @@ class TorchPatches:
         setattr(owner, name, value)
 
     def _present(self) -> DefaultGroup | None:
-        """Return the group that stands; a worker that is ahead of its group joins it first."""
+        """Return the group that is formed; a worker that is ahead of its group joins it first."""
         _ = private_names().world.default_pg  # What reads it joins: see `early_run`.
         return self._standing()
 
     def _adopt(self, real: Callable[..., None], *args: Any, **named: Any) -> None:
-        """Let a script that makes its own default group have the one that stands."""
+        """Let a script that makes its own default group have the one that is formed."""
         group = self._present()
         if group is None:
             real(*args, **named)
@@ -380,7 +380,7 @@ class TorchPatches:
             if passed.get(name, -1) not in (-1, ours):
                 raise UsageError(
                     f"init_process_group({name}={passed[name]}): this worker is rank {group.rank} "
-                    f"of {group.world_size}, and its group stands already; leave {name} out, or "
+                    f"of {group.world_size}, and its group is formed already; leave {name} out, or "
                     f"read it from the environment (RANK, WORLD_SIZE)"
                 )
         if passed.get("timeout") is not None:
@@ -388,7 +388,7 @@ class TorchPatches:
         backend = str(passed.get("backend") or group.backend).lower()
         if not _backends_in(backend) <= _backends_in(group.backend) | {"undefined"}:
             log.warning(
-                "backend_differs asked=%s formed=%s: the script gets the group that stands; set "
+                "backend_differs asked=%s formed=%s: the script gets the group that is formed; set "
                 "the backend in TorchConfig to change it",
                 backend,
                 group.backend,

@@ -229,7 +229,7 @@ class ProcessGroups:
 
     @property
     def spec(self) -> GroupSpec | None:
-        """The place in the group that stands, None while there is none."""
+        """The place in the group that is formed, None while there is none."""
         resources = self._resources
         return resources.spec if resources is not None and resources.is_formed else None
 
@@ -238,11 +238,11 @@ class ProcessGroups:
         """The group's key-value store, for the main thread; `abort` ends what waits in it.
 
         Raises:
-            GroupError: no group stands.
+            GroupError: no group is formed.
         """
         resources = self._resources
         if resources is None or resources.store is None or not resources.is_formed:
-            raise GroupError("no group stands, so there is no store; form one first")
+            raise GroupError("no group is formed, so there is no store; form one first")
         return PrefixStore(f"{_prefix(resources.spec)}/elastic", resources.store)
 
     # -------------------------------------------------------------------------------- any thread

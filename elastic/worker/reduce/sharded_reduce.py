@@ -157,7 +157,7 @@ class ShardedReducer:
     ) -> None:
         """Surround backward; nothing else changes until a step begins.
 
-        See `Reducer`. UsageError if a parameter is not sharded over the group that stands, or
+        See `Reducer`. UsageError if a parameter is not sharded over the group that is formed, or
         cannot be saved.
         """
         for unit in units:

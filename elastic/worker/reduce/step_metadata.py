@@ -214,7 +214,7 @@ def send_metadata(group: Any, values: Sequence[float]) -> list[Row]:
     """Exchange a few numbers at once, and return everyone's by rank.
 
     Args:
-        group: the process group that stands, whose members have met.
+        group: the process group that is formed, whose members have met.
         values: at most `ROW`; all others are zeros.
 
     Raises:

@@ -60,7 +60,7 @@ def check_not_flat(model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, device_type: str, options: Mapping[str, Any]) -> None:
-    """Let each rank of the group that stands keep its rows of each parameter.
+    """Let each rank of the group that is formed keep its rows of each parameter.
 
     Args:
         model: the same on all ranks; it is changed in place.

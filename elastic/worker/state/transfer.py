@@ -24,7 +24,7 @@ def transfer(group: Any, transfers: TransferPlan, state: Any) -> tuple[Any, int]
     """Send our state, or receive it, as planned.
 
     Args:
-        group: the process group that stands, whose members have met.
+        group: the process group that is formed, whose members have met.
         transfers: the plan, the same on all members.
         state: ours; a function that returns it, called only if it is sent.
 
