@@ -292,7 +292,7 @@ class ForgetWorker:
 
 @dataclass(frozen=True)
 class Announce:
-    """Leave the current group, if any, at once, and join this one."""
+    """Leave its group, if any, at once, and join this one."""
 
     assignment: Assignment
 

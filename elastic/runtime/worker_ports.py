@@ -17,9 +17,9 @@ VARIABLE = "ELASTIC_WORKER_PORTS"
 FLAG = "--worker-ports"
 PORT_MIN, PORT_MAX = 1024, 65535
 PORTS_OF_A_WORKER = 8
-"""A worker listens on five at most: its store, its direct connections, gloo's of the present group
-and of the one before, and the store of a program (`--no-python`), or a feeder's own. The others are
-for the worker that takes its place while it ends."""
+"""A worker listens on five at most: its store, its direct connections, gloo's of its group and
+of the one before, and the store of a program (`--no-python`), or a feeder's own. The others are for
+the worker that takes its place while it ends."""
 
 
 @dataclass(frozen=True)

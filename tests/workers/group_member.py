@@ -150,7 +150,7 @@ class Member:
         return sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
 
     def begin_steps(self, consistency: str, over: str) -> None:
-        """Start a run of the reducer in the present group."""
+        """Start a run of the reducer in this group."""
         if self.steps is not None:
             self.steps.reducer.close()
         self.steps = Steps(consistency, over)

@@ -1,4 +1,4 @@
-"""Steps of a small network with two optimizers, reduced by the process's present group."""
+"""Steps of a small network with two optimizers, reduced by the process's group."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Steps:
         self.step = 0
 
     def attach(self) -> None:
-        """Continue in the present group."""
+        """Continue in this group."""
         group, rank = dist.group.WORLD, dist.get_rank()
         node = "" if self.over == "memory" else str(rank)
         connect(group, default_store(), PeerAddress(node=node))

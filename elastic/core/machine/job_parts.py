@@ -242,7 +242,7 @@ class JobOutcome:
         return NO_GENERATION < generation <= newest
 
     def note_failure(self, generation: Generation, rank: int, failure: Failure) -> bool:
-        """Record a failure of a member of the present group; return whether it is new."""
+        """Record a failure of a member of the newest group; return whether it is new."""
         if self.failed_in != generation:
             self.rank_failures, self.failed_in = (), generation
         is_known = any(one.rank == rank for one in self.rank_failures)

@@ -36,7 +36,7 @@ def received(cluster: ClusterState, state: NodeState) -> None:
 
 
 def take_pulse(cluster: ClusterState, state: NodeState, pulse: Pulse) -> None:
-    """Record a worker's pulse: the state of its main thread in its current group."""
+    """Record a worker's pulse: the state of its main thread in its group."""
     job = cluster.job_of(pulse.worker_id)
     worker = job.workers[pulse.worker_id] if job else None
     if job is None or worker is None or worker.node_id != state.node.node_id:

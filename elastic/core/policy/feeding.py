@@ -38,7 +38,7 @@ def decide(
         data_wait_ns: of the newest steps of the workers that they feed, waited for data.
         wall_ns: duration of these steps.
         share_before: of the steps that waited before there was the newest feeder, None if not
-            known for the present group.
+            known for the newest group.
         now_ns: on the clock of `since_ns`.
 
     Returns:

@@ -68,7 +68,7 @@ class RayLightningEnvironment(environments.LightningEnvironment):
         return True
 
     def world_size(self) -> int:
-        """Return the number of workers in the present group."""
+        """Return the number of workers in its group."""
         return require_place("RayLightningEnvironment").world_size
 
     def set_world_size(self, size: int) -> None:

@@ -133,7 +133,7 @@ class Fit:
     ) -> None:
         """Start from the run's state; module, optimizer and schedulers must be built.
 
-        `take_place` tells the strategy its rank in the present group, and returns it.
+        `take_place` tells the strategy its rank in its group, and returns it.
         """
         self._trainer: Any = trainer
         self._strategy, self._strategy_takes_place = strategy, take_place

@@ -93,10 +93,10 @@ class _Window:
 
 @dataclass
 class _InGroup:
-    """What is known of this worker in its present group.
+    """What is known of this worker in its group.
 
     Attributes:
-        first_unix_ns: when the first was.
+        first_unix_ns: wall clock at the end of its first step here, 0 before.
         reported_ns: when the newest message was sent.
         bytes_sent: gradients, until then.
         last: what that message said of the steps.

@@ -300,7 +300,7 @@ class CheckpointWriter:
             is_over = self.generation != snapshot.generation
             has_next = bool(self._unread) or self.is_awaited
             if is_over and has_next:
-                break  # The next one is of the present group.
+                break  # The next one is of our group.
             if is_over or (has_next and not snapshot.request):
                 doubtful_since = doubtful_since or time.monotonic()
                 if time.monotonic() - doubtful_since > ORPHANED_S:

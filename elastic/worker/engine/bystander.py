@@ -57,7 +57,7 @@ def _attend(
     members: tuple[bytes, ...],
     entered: Callable[[tuple[bytes, ...]], None],
 ) -> bool:
-    """Be in the present group until it is over; return whether we were asked to leave it."""
+    """Be in this group until it is over; return whether we were asked to leave it."""
     context = engine.context
     write_at = 0.0 if context.world_rank == 0 else inf
     while not engine.must_leave():

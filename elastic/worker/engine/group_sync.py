@@ -64,6 +64,6 @@ def others_have_begun(*, is_inside: bool) -> bool:
 
 
 def loop_store() -> Any:
-    """Return the store of the present group for what its members note; None without a group."""
+    """Return the store of our group for what its members note; None without a group."""
     store = default_store()
     return None if store is None else dist.PrefixStore("loop", store)

@@ -240,7 +240,7 @@ class StepEngine:
         return has_begun or is_called_again or self.options.recovery == "reenter"
 
     def bytes_sent(self) -> int:
-        """Return the bytes of gradients that this rank has sent in its present group."""
+        """Return the bytes of gradients that this rank has sent in its group."""
         return self._the_reducer().bytes_sent
 
     # ------------------------------------------------------------------- objects, before the loop
@@ -589,7 +589,7 @@ class StepEngine:
         return self._epochs.epoch
 
     def _deal(self) -> None:
-        """Ask the loader for our micro-batches of the present group."""
+        """Ask the loader for our micro-batches in this group."""
         loader = self.run.loader
         if loader is None or not loader.has_step(self.cursor):
             return

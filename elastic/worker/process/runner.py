@@ -117,7 +117,7 @@ class _UserCall:
     """A call of the train function that runs, or has just ended; `rejoin` moves it between groups.
 
     Attributes:
-        assignment: of the present group, None before it joins one.
+        assignment: of its group, None before it joins one.
         exited: where it has ended itself without an error, "" if it has not.
         is_ahead: it runs while its group-to-be trains, and has not asked for it.
         put_back: undoes what has it join a group when it needs one.
@@ -293,7 +293,7 @@ class Runner:
     # ------------------------------------------------------------ train
 
     def _train(self, assignment: Assignment) -> TrainEvent:
-        """Call the train function in the present group, and clean up after it."""
+        """Call the train function in this group, and clean up after it."""
         origin = _origin_of(self._the_setup().assign, assignment)
         return self._after_call(self._call(_UserCall(assignment, origin)))
 
@@ -390,7 +390,7 @@ class Runner:
         return result
 
     def _enter(self, call: _UserCall, assignment: Assignment | None) -> WorkerContext:
-        """Give user code its context in the present group, or before it is in one."""
+        """Give user code its context in its group, or before it is in one."""
         setup = self._the_setup()
         assign, storage = setup.assign, setup.storage
         call.assignment, call.origin = assignment, _origin_of(assign, assignment)
