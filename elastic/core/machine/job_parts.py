@@ -75,7 +75,7 @@ class LeavingNodes:
         saved_ns: when a checkpoint was last requested because it needs them.
         saved_before: path of the newest automatic checkpoint of its generation when its members
             were asked to save where they leave, "" for none.
-        is_unsaved: its members have left the one before it to be saved, which came to nothing.
+        is_unsaved: its members left the group before in order to save, and that save failed.
     """
 
     is_news: bool = False
@@ -108,8 +108,8 @@ class NewestGroup:
         announced_ns: when it was announced, or ordered to leave.
         training_since_ns: when the last member began to train, None before.
         first_steps: wall clock at the end of each member's first step in this generation.
-        holders: members of the group before that committed a step; empty after a restart of the
-            coordinator.
+        holders: members of the last group before in which a step was committed; empty after a
+            restart of the coordinator.
         has_looped: a member was in a loop that can be saved at any step, in this group or before.
         ends_announced: the newest generation notified of its end before the next was computed.
         placed: the ranks of its members, computed once.

@@ -1,7 +1,8 @@
 """Nodes that are given up as lost, and draining nodes that may leave.
 
-Rule: a draining node is released once it runs nothing and its memory holds nothing that is needed;
-at its deadline in any case.
+Rule: a draining node is released once it runs nothing and its memory holds nothing that is needed.
+At its deadline copies keep it no longer. A node that still runs workers is ended by its agent
+(`machine.agent_departure`).
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def patience_s(cluster: ClusterState, job: JobState, worker: WorkerState) -> flo
     """Return how long a worker may take to start, or to join or leave a group, in seconds."""
     report = worker.report
     if report.phase is WorkerPhase.STARTING:
-        # It may run its train function already (`StartWorker.ahead`), up to the first collective:
-        # members of the first group may prepare as long as they like.
+        # A joiner may be in its train function already (`StartWorker.ahead`), and prepare as long
+        # as members of the first group may: hours.
         least_s = AHEAD_S_MIN if job.is_in_place() else START_S_MIN
         return max(least_s, job.spec.collective_timeout_s)
     limit_s = cluster.config.form_timeout_s

@@ -112,8 +112,8 @@ class CurrentGroup:
         saves: they must also save their state there.
         is_saving: and those that have not left yet are still doing so, without a stall.
         is_saved: a checkpoint was recorded since they were asked to leave.
-        is_unsaved: when they left the group before, for others to go on, none was; nor has one been
-            in this group.
+        is_unsaved: the members of the group before should have been saved where they left, and were
+            not; nor has a checkpoint been recorded since.
         stuck: why it can never continue, "" if it can.
         in_place: members that have left still have its state in memory, and continue with it.
         has_trained: all its members trained at some time.

@@ -23,8 +23,8 @@ Span = tuple[int, int]
 def deal(rank: int, world_size: int, num_micro_batches: int) -> Span:
     """Return the micro-batches of a step that a rank computes, as even as it goes.
 
-    The first ranks get the smaller share, an even number of them; of an odd number the last rank
-    gets the remaining one: 8 on 3 ranks are 3, 3 and 2. So where V is near W, a rank with two
+    An even number of smaller shares comes first, then the larger ones, then the odd smaller one:
+    V=8 on 3 ranks has one smaller share, so 3, 3 and 2. So where V is near W, a rank with two
     micro-batches has one subtree of the sum, and most of the groups that ranks are joined in for
     the exchange (see `exchange_plan`) have one, and send one sum instead of several. Spread over
     all ranks, the larger shares would leave hardly a group with a whole one.

@@ -30,7 +30,7 @@ def save_before(
 ) -> Decision[bool]:
     """Decide whether a checkpoint is taken now because nodes are about to leave.
 
-    While enough other workers stay, the state is passed on in memory, and need not be saved.
+    While such a group can stay, the state is passed on in memory, and need not be saved.
     Otherwise at once, because the machine may be gone earlier than announced, and again whenever
     half of the remaining time is over: training continues until the end, and its work after the
     last checkpoint is repeated if no survivor has it.
@@ -39,13 +39,15 @@ def save_before(
         leave_by_ns: when the first of the nodes is gone.
         last_ns: when a checkpoint was last asked for because of them, None for never.
         now_ns: on the same clock.
-        can_go_on: a group can be formed without these nodes now.
+        can_go_on: a group can be formed now without these nodes, with a member that has the state.
     """
     if can_go_on:
         return Decision(False, "the group can do without the nodes that leave")
     if last_ns is None:
         left_s = max(0, leave_by_ns - now_ns) / 1e9
-        return Decision(True, f"too few workers stay when nodes leave in {left_s:.0f} s")
+        return Decision(
+            True, f"no group with the state can stay when nodes leave in {left_s:.0f} s"
+        )
     due_ns = last_ns + max(0, leave_by_ns - last_ns) // 2
     if leave_by_ns - due_ns < ns(SAVE_RESERVE_S):
         return Decision(False, "no time for another checkpoint before the nodes leave")

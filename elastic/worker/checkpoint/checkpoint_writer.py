@@ -7,7 +7,8 @@ Members of a group that is over by then still finish: their parts are states of 
 What a lost member has not written makes the checkpoint come to nothing.
 
 Rule: a snapshot holds its memory until storage has taken it; storage that takes nothing for a while
-loses that hold, and what it has not taken is overtaken by newer ones. The coordinator holds none.
+loses that hold, and what it has not taken is overtaken by newer ones. While the coordinator is
+waited for, no memory is held.
 """
 
 from __future__ import annotations

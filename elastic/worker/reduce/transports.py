@@ -39,7 +39,9 @@ class Transport(Protocol):
     Connections: members have met before, and may use those of `MemberLinks`. Others are opened
     where those are (`MemberLinks.join`), by addresses that each member sends with its
     `MemberEntry`, and registered with `worker.group.connections`, which says what they owe. No
-    setting selects a transport: it follows from the group's backend and the tensors' device.
+    setting selects a transport: it follows from the group's backend and the tensors' device. What
+    only some members have is agreed on where they connect, as shared memory is
+    (`member_links.connect`, by `MemberLinks.gather`).
 
     Errors: where a member is gone, its methods raise `GroupBroken`, or what torch's own collectives
     raise; any other exception counts as the user's error and fails the job.
