@@ -84,14 +84,23 @@ CATEGORIES = tuple(name.removesuffix("_ns") for name in FIELDS)
 class Telemetry:
     """The newest steps of one worker, about a second of them, and its position in the run.
 
-    A number that a worker measures gets to `elastic status` by a field here, and one of the same
-    name in the message `Telemetry` of `proto/elastic/v1/facts.proto` (then `make proto`; a release
-    raises `core.messages.PROTOCOL`). Nothing on the way names the fields. It is counted by
-    `worker.base.timing.Timing` in its `_Window`, or given by `StepEngine._telemetry` if the loop
-    knows it, sent about once a second (by other ranks than 0 of a large group less often), and
-    shown by `client.pace`: in `pace_line` for a job, in `STEP_COLUMNS` for each worker; for
-    programs by `as_dict` below. Of a job's workers that of the lowest rank is shown
-    (`first_reported`): what is the group's is the same on all ranks, as `samples` is.
+    Counted by each rank, in `worker.base.timing.Timing`: `samples` when a step's exchange is done,
+    those of all ranks, so that the number is the same on each.
+
+    Sent by each rank to its agent after its group's first step, then at most once a second; on to
+    the coordinator at once, but of ranks other than 0 in a group of 200 or more only every 6 to
+    30 s (`policy.pacing.telemetry_every_ns`).
+
+    Shown by `elastic status`: for a job that of the lowest rank that has sent any
+    (`first_reported`), in `client.pace.pace_line`; for each worker its own, in `STEP_COLUMNS`. A
+    rate is over `wall_ns`, about the last second, and no mean of the run.
+
+    A new number is a field here, and one of the same name in the message `Telemetry` of
+    `proto/elastic/v1/facts.proto` (then `make proto`; a release raises `core.messages.PROTOCOL`).
+    Nothing on the way names the fields. It is counted in `Timing`'s `_Window`, as an attribute and
+    in `telemetry()`, or given by `StepEngine._telemetry` if the loop knows it; and shown in
+    `pace_line` for a job, in `STEP_COLUMNS` and `step_columns` for each worker, and for programs in
+    `as_dict` below.
 
     Attributes:
         steps: committed in this window; the times below are sums over them.

@@ -227,6 +227,13 @@ def test_permutations_of_other_seeds_and_epochs_differ() -> None:
     assert len(orders) == 100
 
 
+def test_the_example_in_the_docstring_of_data_plan_is_right() -> None:
+    plan = DataPlan(num_samples=1000, micro_batch_size=4, num_micro_batches=8)
+    assert deal(1, 3, 8) == (3, 6)
+    assert plan.positions(7, 3) == (236, 240)
+    assert plan.samples(2, 7, 3)[:2] == (137, 507)
+
+
 @given(cuts())
 @LIMITS
 def test_micro_batches_partition_an_epoch(epochs: DataPlan) -> None:

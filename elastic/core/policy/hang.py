@@ -5,18 +5,29 @@ progress, however slow, is never hung; if none is without progress, or one is si
 judged hung (probes deal with silence). If all wait for each other and none makes progress, a
 message was lost: a link is cut, or they are in different collectives. The group is formed again.
 
-Limit: `JobSpec.hang_timeout_s` (`FailureConfig`, `--hang-timeout`; 30 s, 0 for never) from when all
-others wait. More in a process that has not committed a step, or that has paused for longer before
-and moved on (`MainThreadState.limit_ns`); twice as long where all wait.
+Limit: `JobSpec.hang_timeout_s` (`FailureConfig`, `--hang-timeout`; 30 s, 0 for never) from the
+later of: all others wait; its own last progress. Ten times that before its first step; at least
+three times its longest pause (`MainThreadState.limit_ns`). Twice the timeout where all wait.
 
-A worker reports on its own main thread (`ActivityMonitor`): not while it makes progress, but while
-it waits for its peers, has stalled, or has worked for long while its peers may wait for it; then
-repeatedly, and once more when that is over. The coordinator asks `judge` ten times a second while a
-member waits, requests the stacks of all members, and kills those that hang 0.3 s later
-(`core.machine.timeouts.end_hung`). To start, join and leave have limits of their own there
-(`patience_s`: a minute to hours). What shows in the process alone is for its agent: one that is
-stopped, or whose control thread does not answer (`core.machine.agent_processes`,
-`ProcessBook._limits`: 0.5 s and 30 s, or what the process asks for).
+Evidence: a worker looks at its own main thread ten times a second (`ActivityMonitor`), and reports
+three states: it waits for peers; it has stalled, for a second; it works for 10 s without a step
+(for people only, never judged). It repeats that while it holds, and reports once when it is over.
+
+Who decides: the coordinator. While a member waits, `core.machine.suspicion.check` asks `judge` ten
+times a second; `core.machine.timeouts.end_hung` requests the stacks of all members, and kills those
+that hang 0.3 s later.
+
+Other limits, the first two kept by its agent, the others by the coordinator (in `core.machine`):
+
+    a process is stopped (SIGSTOP)    0.5 s                              agent_processes, `_limits`
+    its control thread is silent      30 s; 300 s before its first step  agent_processes, `_limits`
+    a worker starts                   30 min; 4 h if a loop is in place  timeouts, `patience_s`
+    it joins a group                  60 s after a first member trains   timeouts, `patience_s`
+    it leaves one                     60 s; 30 min for a loop in place   timeouts, `patience_s`
+    a node does not answer a probe    0.6 s                              suspicion, `silent`
+
+The 30 min are `TorchConfig(timeout_s)`. A loop that has stalled has the hang timeout to leave. A
+process that reports long work may keep its control thread silent without limit.
 
 Not all waiting is visible: a rank that waits in a collective of the script's own may look hung. In
 a group with subgroups (shards and their replicas) the collectives begun in each show which member

@@ -1,10 +1,13 @@
 """Transfers of training state between the members of a newly formed group.
 
 Rule: every member decides from the same table, so that no further communication is needed. The most
-advanced members have the state of the run; all others, and new members, receive it. Members differ
-by at most one step: each commits a step once it has the sums of the whole group, and the sums of
-the next one need all of them again. Only a group without anybody of the one that came furthest may
-be behind what was saved.
+advanced members have the state of the run; all others, and new members, receive it.
+
+Members differ by at most one step: each commits a step once it has what it needs from the whole
+group (`worker.reduce.commit_gate` says what), and the next one needs all of them again. So a step
+in which a member is killed counts if one of those that are left has committed it: the others
+receive its state. If none has, all do it again. A saved state can be newer than every member's only
+if no member was in the group that got furthest.
 """
 
 from __future__ import annotations

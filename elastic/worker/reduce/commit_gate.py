@@ -1,8 +1,12 @@
 """When a step is final: the device has finished it, and the group was found whole after that.
 
 On CPU a call that has returned is finished, and what arrives over our connections is whole: a rank
-that has all sums commits, one that has not finds the step void, and receives the state of those
-that have when the next group forms. The gate is open. It is also open without other ranks.
+that has all it needs from others (sums, buffers, totals of what was logged) commits, unless it has
+heard by then that the group is over (`StepEngine._commit`, `Reducer.settle_buffers`). One that has
+not finds the step void. So if a rank is killed after the exchange, some may commit and others not.
+When the next group forms, the latter receive the state of the former, and the step counts; if none
+of the former is left, all do the step again, with the same bits (`core.policy.recovery`). The gate
+is open. It is also open without other ranks.
 
 On a device every call returns early: the host has started the exchange of gradients, waited for it,
 and could start the optimizer, long before the first byte has arrived. If a member dies then, the
