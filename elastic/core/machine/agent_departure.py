@@ -5,7 +5,13 @@ one), on a cloud's notice within the time that it gives, and on `elastic drain`.
 it, and starts no more workers. The coordinator has those of the node leave their groups at a
 boundary (`policy.membership.decide`), and releases the node once it runs nothing and no copy in its
 memory is needed (`machine.releasing`). An agent that no coordinator knows ends with its last
-worker. At `stop_at_ns` workers that are still there are asked to end, at the deadline killed.
+worker. At `stop_at_ns` workers that are still there are asked to end, at the deadline killed:
+`stop_at_ns` is `stop_grace_s` (5 s) before the deadline, but at most a quarter of the drain.
+
+In the worker (`machine.worker`): `_preemption_reported` calls a script's own handler of SIGTERM
+when the drain begins, unless its loop continues in place; `_leave_ordered` has it leave at a
+boundary; `_stop_ordered` interrupts what still trains, and the process exits within 5 s, or calls
+that handler. Drawn in docs/walks.md, "A drain".
 
 Rule: an end that has begun may come sooner, never later, and keeps its first exit code.
 """
