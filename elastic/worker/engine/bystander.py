@@ -48,6 +48,7 @@ def stay(engine: StepEngine, mine: bytes, entered: Callable[[tuple[bytes, ...]],
             if not (engine.must_leave() or is_group_broken(failure)):
                 raise
             error = None if engine.must_leave() else failure
+        engine.context.activity.reset()  # From here on it makes no steps that it is judged by.
         is_asked = members is not None and _attend(engine, members, entered)
         groups.rejoin(generation, error, is_asked)
 
