@@ -150,7 +150,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
         return
     # Move all commits from the log into the file, where damage of the log cannot lose them.
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    verdict = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
+    verdict = str(database.execute("PRAGMA integrity_check(1)").fetchone()[0])
     if verdict != "ok":
         raise CorruptRecord(f"store {path} is damaged ({verdict.splitlines()[-1]}); {ADVICE}")
 

@@ -211,6 +211,16 @@ def without_header(path: Path) -> None:
         file.write(b"\0" * 100)
 
 
+def unindexed(path: Path) -> None:
+    """Flip one bit of a key in the index by which rows are found; its row stays as it was."""
+    content = bytearray(path.read_bytes())
+    pages = range(0, len(content), 4096)
+    # 0x0a: a leaf of an index.
+    page = next(p for p in pages if content[p] == 0x0A and b"k001" in content[p : p + 4096])
+    content[content.index(b"k001", page)] ^= 1
+    path.write_bytes(content)
+
+
 async def killed(path: Path, count: int) -> int:
     """Leave a store as a SIGKILL of its process does; return how many commits it was told of."""
     with subprocess.Popen(
@@ -262,7 +272,7 @@ async def test_no_damage_of_any_file_takes_back_in_silence_what_was_acknowledged
     assert all(str(path) in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("damage", [text, torn, overwritten, without_header])
+@pytest.mark.parametrize("damage", [text, torn, overwritten, without_header, unindexed])
 async def test_a_damaged_file_is_refused_by_its_path(path: Path, damage: object) -> None:
     await filled(path, 200)
     assert callable(damage)
