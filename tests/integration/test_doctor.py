@@ -123,3 +123,21 @@ def test_clocks_are_compared_no_better_than_the_question_took(
     ahead_s: float, took_s: float, level: CheckLevel
 ) -> None:
     assert judge_clock(ahead_s, took_s).level is level
+
+
+@pytest.mark.parametrize(
+    ("works", "fails", "says"),
+    [
+        ('"lo"', '"nope0"', "Unable to find address for: nope0"),
+        ("gloo_trial", "gone", "No module named 'elastic.worker.process.gone'"),
+        ("try_gloo()", "[os.abort()]", "exit code -6"),
+    ],
+)
+def test_a_trial_of_gloo_that_fails_is_no_fault_of_torchs_installation(
+    works: str, fails: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_of, "SCRIPT", checks_of.SCRIPT.replace(works, fails))
+    torch, gloo = checks_of.check_torch(0)
+    assert torch.level is CheckLevel.OK
+    assert gloo.level is CheckLevel.FAIL
+    assert says in gloo.found

@@ -16,9 +16,9 @@ import os
 import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ TIMEOUT = datetime.timedelta(seconds=20)
 def try_gloo() -> list[str]:
     """Return what is not as we rely on, a sentence for each; [] if all is well."""
     before = _sockets()
-    members = _pair()
     try:
+        members = _pair()
         return _differences(members, _sockets() - before)
     except Exception as error:
         return [f"a trial of gloo failed: {type(error).__name__}: {error}"]
@@ -47,18 +47,9 @@ def try_gloo() -> list[str]:
 def _pair() -> list[Any]:
     """Return two connected members."""
     store = dist.HashStore()
-    made: list[Any] = [None, None]
     gloo = distributed_c10d.ProcessGroupGloo
-
-    def make(rank: int) -> None:
-        made[rank] = gloo(store, rank, 2, TIMEOUT)
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rank: gloo(store, rank, 2, TIMEOUT), range(2)))
 
 
 def _differences(members: list[Any], sockets: set[int]) -> list[str]:
