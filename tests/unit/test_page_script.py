@@ -6,13 +6,15 @@ import json
 import shutil
 import subprocess
 from importlib.resources import files
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no Node to run scripts with")
 
 BROWSER = """
-const streams = [], timers = [];
+const streams = [], pauses = [], statuses = [];
+let due = [], reloads = 0;
 class EventSource {
   static CLOSED = 2;
   constructor(url) { Object.assign(this, { url, readyState: 1, heard: [] }); streams.push(this); }
@@ -30,19 +32,37 @@ const document = { body: { dataset: { stream: "/jobs/j/stream", log: "/jobs/j/lo
   getElementById: () => element, querySelectorAll: () => [], createDocumentFragment: () => element,
   createElement: () => element };
 const window = { addEventListener() {} };
-const matchMedia = () => window, setInterval = () => 0, setTimeout = (run) => timers.push(run);
+const matchMedia = () => window, setInterval = () => 0, location = { reload() { reloads += 1; } };
+const setTimeout = (run, pause) => { due.push(run); pauses.push(pause); };
+const fetch = async () => {
+  const status = statuses.shift();
+  if (!status) throw new TypeError("no connection");
+  return { status };
+};
+async function pass() {
+  while (due.length) {
+    due.splice(0).forEach((run) => run());
+    await new Promise((resolve) => setImmediate(resolve));
+  }
+}
 """
 
 
-def streams_after(action: str) -> list[tuple[str, bool]]:
-    """Return which streams the script has opened, and whether it has closed them."""
+SHOWN = "{ streams: streams.map((one) => [one.url, one.readyState === 2]), pauses, reloads }"
+
+
+def seen_after(action: str) -> dict[str, Any]:
+    """Return which streams the script has opened and whether it has closed them, and the rest."""
     script = (files("elastic.coord.web") / "assets" / "page.js").read_text()
-    after = "timers.splice(0).forEach((run) => run());"
-    shown = "console.log(JSON.stringify(streams.map((one) => [one.url, one.readyState === 2])));"
-    source = "\n".join((BROWSER, script, action, after, shown))
+    after = f"pass().then(() => console.log(JSON.stringify({SHOWN})));"
+    source = "\n".join((BROWSER, script, action, after))
     done = subprocess.run(["node"], input=source, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    return [(url, is_closed) for url, is_closed in json.loads(done.stdout)]
+    return dict(json.loads(done.stdout))
+
+
+def streams_after(action: str) -> list[tuple[str, bool]]:
+    return [(url, is_closed) for url, is_closed in seen_after(action)["streams"]]
 
 
 LOG, PARTS = "/jobs/j/log/stream?", "/jobs/j/stream?seq=0"
@@ -50,8 +70,25 @@ LOG, PARTS = "/jobs/j/log/stream?", "/jobs/j/stream?seq=0"
 
 def test_a_stream_that_is_refused_begins_again_after_a_pause() -> None:
     """A browser ends it for good at an error status, as from a coordinator that does not lead."""
-    found = streams_after("[...streams].forEach((one) => one.fail(2));")
+    found = streams_after("statuses.push(200, 200); [...streams].forEach((one) => one.fail(2));")
     assert found == [(LOG, True), (PARTS, True), (LOG, False), (PARTS, False)]
+
+
+def test_a_stream_that_stays_refused_is_asked_for_less_and_less_often() -> None:
+    seen = seen_after("statuses.push(503, 0, 429, 503, 503, 200); streams[0].fail(2);")
+    assert seen["pauses"] == [2000, 4000, 8000, 16000, 30000, 30000]
+    assert seen["streams"][2:] == [[LOG, False]]
+
+
+@pytest.mark.parametrize(("status", "reloads"), [(401, 1), (403, 0), (404, 0)])
+def test_a_stream_that_stays_refused_for_good_is_not_asked_for_again(
+    status: int, reloads: int
+) -> None:
+    """Such as by the next coordinator, which knows no login: the page then offers it."""
+    seen = seen_after(f"statuses.push(503, {status}); streams[0].fail(2);")
+    assert seen["pauses"] == [2000, 4000]
+    assert seen["reloads"] == reloads
+    assert seen["streams"][2:] == []
 
 
 def test_a_stream_that_broke_is_left_to_the_browser() -> None:

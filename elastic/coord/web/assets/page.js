@@ -1,7 +1,7 @@
 // Keeps a page up to date: parts that changed, points of charts, lines of output.
 // What comes from the server is either markup that it has escaped, or text that is set as text.
 
-const LINES_MAX = 2000, POINTS_MAX = 600, AGAIN_MS = 2000;
+const LINES_MAX = 2000, POINTS_MAX = 600, AGAIN_MS = 2000, AGAIN_MS_MAX = 30000;
 const body = document.body, live = document.getElementById("live");
 
 // --------------------------------------------------------------------------------------- streams
@@ -9,9 +9,29 @@ const body = document.body, live = document.getElementById("live");
 // A browser connects again by itself where a stream broke, and not where the answer was an error:
 // such as while no coordinator leads, or of a proxy while there is none.
 function onRefused(events, again) {
-  events.addEventListener("error", () => {
-    if (events.readyState === EventSource.CLOSED) setTimeout(again, AGAIN_MS);
+  events.addEventListener("error", async () => {
+    if (events.readyState !== EventSource.CLOSED) return;
+    for (let pause = AGAIN_MS; ; pause = Math.min(2 * pause, AGAIN_MS_MAX)) {
+      await new Promise((resolve) => setTimeout(resolve, pause));
+      const status = await statusOf(events.url);
+      if (status === 200) return again();
+      // A coordinator knows none of another one's logins: the page then is the form for it.
+      if (status === 401) return location.reload();
+      if (status === 403 || status === 404) return;
+    }
   });
+}
+
+// An EventSource does not tell it.
+async function statusOf(url) {
+  const asking = new AbortController();
+  try {
+    return (await fetch(url, { signal: asking.signal })).status;
+  } catch {
+    return 0;
+  } finally {
+    asking.abort();
+  }
 }
 
 // ------------------------------------------------------------------------------------------ ages
