@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no Node to
 
 BROWSER = """
 const streams = [], pauses = [], statuses = [];
+const seen = {};
 let due = [], reloads = 0;
 class EventSource {
   static CLOSED = 2;
@@ -48,7 +49,9 @@ async function pass() {
 """
 
 
-SHOWN = "{ streams: streams.map((one) => [one.url, one.readyState === 2]), pauses, reloads }"
+SHOWN = """{
+  ...seen, pauses, reloads, streams: streams.map((one) => [one.url, one.readyState === 2]),
+}"""
 
 
 def seen_after(action: str) -> dict[str, Any]:
@@ -100,3 +103,36 @@ def test_output_is_followed_until_its_job_has_ended() -> None:
     over = "streams[0].tell({ over: 'this coordinator does not lead' });"
     assert streams_after(over)[0] == (LOG, False)
     assert streams_after(over + "streams[0].tell({ end: true });")[0] == (LOG, True)
+
+
+def test_output_stays_until_its_newest_lines_come_again() -> None:
+    """They do not from a coordinator that leads no longer: it says so at each connection."""
+    shown = """
+      class Part {
+        children = [];
+        text = "";
+        get lastChild() { return this.children.at(-1); }
+        get textContent() {
+          return this.text + this.children.map((one) => one.textContent).join("");
+        }
+        set textContent(text) { this.text = text; }
+        append(...more) {
+          const parts = more.map((one) => one.split ? { textContent: one } : one);
+          this.children.push(...parts.flatMap((one) => one.isFragment ? one.children : [one]));
+        }
+        replaceChildren() { this.children = []; }
+      }
+      const log = new Part();
+      Object.assign(document, { getElementById: () => log, createElement: () => new Part() });
+      document.createDocumentFragment = () => Object.assign(new Part(), { isFragment: true });
+      const lines = (text) => ({ lines: [[0, 1, 0, "n1", text]], skipped: 0 });
+      followOutput("");
+      const told = [lines("old"), { over: "leads no longer" }, { over: "leads no longer" }];
+      seen.texts = [...told, lines("new")].map((one) => {
+        output.onopen();
+        output.tell(one);
+        return log.children.map((line) => line.textContent);
+      });
+    """
+    old, new, over = "[g1 r0 n1] old", "[g1 r0 n1] new", "leads no longer"
+    assert seen_after(shown)["texts"] == [[old], [old, over], [old, over], [new]]

@@ -197,7 +197,7 @@ function showLines(log, told) {
     const time = seconds ? `${new Date(seconds * 1000).toLocaleTimeString([], { hour12: false })} ` : "";
     add(`${time}${rank < 0 ? `[${node}]` : `[g${generation} r${rank} ${node}]`} `, text);
   }
-  if (told.over) add("", told.over);
+  if (told.over && told.over !== log.lastChild?.textContent) add("", told.over);
   log.append(lines);
   while (log.children.length > LINES_MAX) log.firstChild.remove();
   if (atEnd) log.scrollTop = log.scrollHeight;
@@ -208,11 +208,16 @@ function followOutput(query) {
   if (output) output.close();
   log.replaceChildren();
   const events = output = new EventSource(`${body.dataset.log}/stream?${query}`);
-  // The newest lines come again with each connection.
-  events.onopen = () => log.replaceChildren();
+  let isNew = false;
+  events.onopen = () => { isNew = true; };
   onRefused(events, () => { if (events === output) followOutput(query); });
   events.onmessage = (event) => {
     const told = JSON.parse(event.data);
+    // The newest lines come again with each connection, but from a coordinator that does not lead.
+    if (told.lines && isNew) {
+      log.replaceChildren();
+      isNew = false;
+    }
     showLines(log, told);
     if (told.end) events.close();
   };
