@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -34,7 +35,7 @@ from elastic.data import iterator as iterator_module
 from elastic.data import table as table_module
 from elastic.data.context import with_context
 from elastic.data.dataset import Dataset
-from elastic.data.feeder import LENGTH, BatchServer, MessageConnection
+from elastic.data.feeder import LENGTH, TAG_BYTES, BatchServer, MessageConnection
 from elastic.data.feeder_network import FeederServer, FeedersOnNodes, addresses_file
 from elastic.data.feeders import CONNECTIONS, Feeders, Processes
 from elastic.data.files import DataError
@@ -811,6 +812,24 @@ def test_a_message_that_was_not_sent_by_the_other_side_in_its_turn_is_refused() 
         received(sent + sent, times=2)
     with pytest.raises(ValueError, match="changed on its way"):
         received(sent, is_client=True)
+
+
+def test_a_message_is_sent_by_one_call() -> None:
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        MessageConnection(ours, b"key").send(b"right")
+        assert len(theirs.recv(1 << 10)) == LENGTH.size + len(b"right") + 2 * TAG_BYTES
+
+
+def test_a_message_that_is_taken_in_parts_arrives_whole() -> None:
+    """As one that is larger than what the kernel takes at once."""
+    ours, theirs = socket.socketpair()
+    value = bytes(range(256)) * (1 << 14)
+    with ours, theirs, ThreadPoolExecutor(1) as thread:
+        ours.settimeout(DEADLINE_S)
+        sending = thread.submit(MessageConnection(ours, b"key").send, value)
+        assert MessageConnection(theirs, b"key", is_client=True).receive() == value
+        sending.result()
 
 
 @pytest.mark.usefixtures("quick_looks")
