@@ -237,7 +237,7 @@ def print_job(view: JobView, now_ns: int, console: Console) -> None:
         ("submitter", record.submitter),
         ("priority", _priority(view)),
         ("metrics", metrics_line(parsed_metrics(record.metrics))),
-        ("place", "" if view.has_ended() else position_line(view.telemetry)),
+        ("position", "" if view.has_ended() else position_line(view.telemetry)),
         ("pace", pace_line(view.telemetry)),
         ("step", step_line(view.telemetry)),
         ("goodput", job_goodput(view)),

@@ -101,7 +101,7 @@ def _headline(status: ClusterStatus) -> Text:
 
 def jobs_table(jobs: list[JobView], now_ns: int) -> RenderableType:
     table = new_table(
-        "job", "phase", "since", "workers", "gen", "place", "steps/s", "samples/s", "goodput",
+        "job", "phase", "since", "workers", "gen", "position", "steps/s", "samples/s", "goodput",
         "left", "waits for",
     )  # fmt: skip
     for view in jobs:

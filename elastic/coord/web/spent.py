@@ -66,7 +66,7 @@ def goodput_text(job: JobView) -> str:
 def pace_facts(telemetry: Telemetry) -> dict[str, object]:
     """Return the job's position in the run, its pace, and the estimated time left."""
     facts: dict[str, object] = {
-        "place": position_line(telemetry) or "–",
+        "position": position_line(telemetry) or "–",
         "pace": pace_line(telemetry) or "–",
     }
     left_ns = eta_ns(telemetry)
