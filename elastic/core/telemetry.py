@@ -84,8 +84,8 @@ CATEGORIES = tuple(name.removesuffix("_ns") for name in FIELDS)
 class Telemetry:
     """The newest steps of one worker, about a second of them, and its position in the run.
 
-    Counted by each rank, in `worker.base.timing.Timing`: `samples` when a step's exchange is done,
-    those of all ranks, so that the number is the same on each.
+    Counted by each rank, in `worker.base.timing.Timing`, when a step is committed: `samples` are
+    those of all ranks, so that the number is the same on each, and not to be added up.
 
     Sent by each rank to its agent after its group's first step, then at most once a second; on to
     the coordinator at once, but of ranks other than 0 in a group of 200 or more only every 6 to

@@ -5,9 +5,10 @@ the world size, the past, or the caller. So any position of any epoch is directl
 nothing about data has to be saved.
 
 Epochs, steps, micro-batches, ranks and sample ids count from 0. V, the micro-batches of a step, is
-the global batch divided by the loader's batch size, the largest number of workers by default
-(`train.loaders.num_micro_batches`); the run keeps it at every world size. For example the samples
-of rank 1 of 3, in step 7 of epoch 2, of 1000 samples in micro-batches of 4, V=8, so B=32:
+the global batch divided by the loader's batch size (`train.loaders.num_micro_batches`); without a
+global batch it is the largest number of workers. The run keeps it at every world size. For example
+the samples of rank 1 of 3, in step 7 of epoch 2, of 1000 samples in micro-batches of 4, V=8, so
+B=32:
 
     deal(1, 3, 8)           (3, 6)           its micro-batches are 3, 4 and 5 (`policy.microbatch`)
     plan.positions(7, 3)    (236, 240)       of the epoch's order, from 7 * 32 + 3 * 4 on

@@ -7,7 +7,8 @@ message was lost: a link is cut, or they are in different collectives. The group
 
 Limit: `JobSpec.hang_timeout_s` (`FailureConfig`, `--hang-timeout`; 30 s, 0 for never) from the
 later of: all others wait; its own last progress. Ten times that before its first step; at least
-three times its longest pause (`MainThreadState.limit_ns`). Twice the timeout where all wait.
+three times its longest pause (`MainThreadState.limit_ns`). Twice the timeout where all wait; twice
+that limit where none waits and some have stalled.
 
 Evidence: a worker looks at its own main thread ten times a second (`ActivityMonitor`), and reports
 three states: it waits for peers; it has stalled, for a second; it works for 10 s without a step

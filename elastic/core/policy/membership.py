@@ -1,8 +1,9 @@
 """Which workers form the next group of a job, or what it waits for.
 
-Rule: one function decides, from the current facts. A group that lost a member is replaced at once
-by its survivors and ready workers. A planned change (a worker joins, a node drains) waits for a
-boundary that the members agree on, because there nothing is lost.
+Rule: one function decides, from the current facts. A group that lost a member is replaced by
+its survivors and ready workers: at once, unless an agent still owes a report, the only holders of
+the state are out of reach, or fewer than the least number are left. A planned change (a worker
+joins, a node drains) waits for a boundary that the members agree on, because there nothing is lost.
 
 The idea of returning the reason with the decision is torchft's `quorum_compute`. Members are not
 voted on, but derived from reports, so a decision needs no round trips.

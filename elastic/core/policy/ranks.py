@@ -1,12 +1,14 @@
-"""Assigns ranks: node-contiguous, survivors first, a total order that changes as little as it can.
+"""Assigns ranks: node-contiguous, a total order that changes as little as it can.
 
 Rank 0 of a later group is always a survivor if there is one, so that the member that leads the
 rendezvous and writes reports has taken part before.
 
-Where a node is lost, the last one of its size takes its place, and all others keep theirs: with
-their ranks they keep their micro-batches, what they have loaded ahead, their rows of a sharded
+Nodes with survivors come first, in their old order, and on each its survivors before those that
+join it. Where a node is lost, the last one of its size takes its place, and all others keep theirs:
+with their ranks they keep their micro-batches, what they have loaded ahead, their rows of a sharded
 model, and most of the ranks that they exchange gradients with. The next node to join comes last,
-where one is missing now.
+where one is missing now. Where one worker of several on a node is lost, or no later node has the
+size of a lost one, all later ranks move down.
 """
 
 from __future__ import annotations

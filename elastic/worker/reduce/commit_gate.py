@@ -5,8 +5,9 @@ that has all it needs from others (sums, buffers, totals of what was logged) com
 heard by then that the group is over (`StepEngine._commit`, `Reducer.settle_buffers`). One that has
 not finds the step void. So if a rank is killed after the exchange, some may commit and others not.
 When the next group forms, the latter receive the state of the former, and the step counts; if none
-of the former is left, all do the step again, with the same bits (`core.policy.recovery`). The gate
-is open. It is also open without other ranks.
+of the former is left, nor a snapshot of theirs, all do the step again (`core.policy.recovery`),
+with the same bits if `consistency` is "bitwise". So a CPU's step passes the gate without waiting,
+and so does one without other ranks.
 
 On a device every call returns early: the host has started the exchange of gradients, waited for it,
 and could start the optimizer, long before the first byte has arrived. If a member dies then, the
