@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -321,20 +322,21 @@ def main(kills: int, only: str | None, pace: float, seed: int, width: int) -> No
     rows: list[Row] = []
     paces: dict[str, float] = {}
     hops: list[list[float]] = []
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as scratch:
-        directory = Path(scratch)
-        if only in (None, OURS):
-            measured, paces[OURS], hops = measure_ours(directory / OURS, kills, pace, seed, width)
+    # Kept if something fails: the logs of the cluster are in it.
+    directory = Path(tempfile.mkdtemp(prefix="elastic-bench-"))
+    if only in (None, OURS):
+        measured, paces[OURS], hops = measure_ours(directory / OURS, kills, pace, seed, width)
+        rows += measured
+    for peer in (torchrun.PEER, ray_train.PEER, torchft_replicas.PEER):
+        if only in (None, peer.name) and find_spec(PEERS[peer.name]):
+            # The busiest rank of ours has so many micro-batches in a step.
+            step_s = pace * -(-MICRO_BATCHES // WORLD)
+            measured, paces[peer.name] = peer.measure(
+                directory / peer.name.replace(" ", ""), kills, step_s=step_s, world=WORLD,
+                rng=random.Random(seed),
+            )  # fmt: skip
             rows += measured
-        for peer in (torchrun.PEER, ray_train.PEER, torchft_replicas.PEER):
-            if only in (None, peer.name) and find_spec(PEERS[peer.name]):
-                # The busiest rank of ours has so many micro-batches in a step.
-                step_s = pace * -(-MICRO_BATCHES // WORLD)
-                measured, paces[peer.name] = peer.measure(
-                    directory / peer.name.replace(" ", ""), kills, step_s=step_s, world=WORLD,
-                    rng=random.Random(seed),
-                )  # fmt: skip
-                rows += measured
+    shutil.rmtree(directory)
     console = Console(width=120, highlight=False)
     console.print(table_of(rows, paces))
     print(notes())
