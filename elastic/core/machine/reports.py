@@ -37,7 +37,8 @@ def take_report(cluster: ClusterState, session: SessionId, report: Report) -> No
             )
         return
     # An agent that has reconnected resends its newest ones, which may be known.
-    number, is_users = (report.generation, report.index), is_metrics(report)
+    number = report.generation, report.index
+    is_users = is_metrics(report)
     is_again = is_users and number == job.reports.newest
     if is_users and number > job.reports.newest:
         # A report with a slow upload may come late, and is not the newest.

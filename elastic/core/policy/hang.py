@@ -96,7 +96,8 @@ class ActivityMonitor:
         """Reset the state, because another generation trains."""
         self.check_at_ns = now_ns + POLL_NS
         self._long_ns = waiting_is_long_after_ns(world_size)
-        self._beats, self._moved_ns, self._worked_ns = -1, now_ns, now_ns
+        self._beats = -1
+        self._moved_ns = self._worked_ns = now_ns
         self._reported = (False, False, False)
 
     def sample(self, seen: ActivitySampled, place: Assignment, now_ns: int) -> Pulse | None:

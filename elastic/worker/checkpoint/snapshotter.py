@@ -130,7 +130,8 @@ class Snapshotter:
             else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
-        self.lacks_newest, self.is_settled_by_all = False, True
+        self.lacks_newest = False
+        self.is_settled_by_all = True
         self.slots.enter()
         self.arrival.forget()  # What this group continues from stays until it has taken two.
         if self._writer is not None:
@@ -257,7 +258,8 @@ class Snapshotter:
                 one, also where that is whole, here and where it was copied to, and the one before
                 it stays on all nodes. It has the same name in storage, too, if no step is between.
         """
-        self.lacks_newest, self.is_settled_by_all = False, True
+        self.lacks_newest = False
+        self.is_settled_by_all = True
         self.slots.know_all_settled()
         self._is_stored = self._is_stored and not is_lost
         if gives_up:

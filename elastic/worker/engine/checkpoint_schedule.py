@@ -204,10 +204,9 @@ class CheckpointScheduler:
 
     def know_all_settled(self, lack: Iterable[float]) -> None:
         """All members have settled the newest snapshot, or `lack` it: it came to nothing there."""
-        is_lost, is_sharded = any(lack), self.is_sharded
-        self._snapshotter.know_all_settled(
-            is_lost=is_lost and not is_sharded, gives_up=is_lost and is_sharded
-        )
+        is_lost = any(lack)
+        gives_up = is_lost and self.is_sharded
+        self._snapshotter.know_all_settled(is_lost=is_lost and not gives_up, gives_up=gives_up)
 
     def know_broken(self) -> None:
         """The group broke at this boundary: what some lack is not known."""

@@ -217,6 +217,7 @@ class PresentGroup:
         Names are in order as text, too. Members that had come further when this group was formed
         have made this report before.
         """
-        number, at = self.reports.next(here), here.cursor
+        number = self.reports.next(here)
+        at = here.cursor
         voters = sum(1 for one in self.program_points if one <= here)
         return f"e{at.epoch:05d}-s{at.step:07d}-{here.part.value}{number}", voters

@@ -104,7 +104,8 @@ class LoopGuard:
         return None
 
     def leave_pass(self) -> None:
-        self._rates, self._has_asked = {}, False
+        self._rates = {}
+        self._has_asked = False
 
     def close_epoch(self) -> None:
         if self._unregistered is not None:
