@@ -168,12 +168,15 @@ class Failure:
         message: `str(error)`, cut at 4,000 characters.
         traceback: formatted, cut at 32,000 characters from the front.
         position: where in the run it happened, such as "report 7", to recognise repetitions.
+        damaged: path of the run's newest reported checkpoint if reading it led to this: its files
+            differ from its marker.
     """
 
     error_type: str
     message: str
     traceback: str = ""
     position: str = ""
+    damaged: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,18 @@ Rule: a mismatch is refused with the file's name; nothing is guessed, and nothin
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from elastic.core.facts import CheckpointRecord
 from elastic.core.records import JobRecord
-from elastic.errors import DamagedCheckpoint
+from elastic.errors import DamagedCheckpoint, StorageError
 from elastic.storage.files import Files
 from elastic.storage.marker import DAMAGED, MARKER, CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.verify import damage_of
+
+log = logging.getLogger(__name__)
 
 
 def read_marker(checkpoint: Files) -> CheckpointMarker | None:
@@ -24,7 +27,8 @@ def read_marker(checkpoint: Files) -> CheckpointMarker | None:
         DamagedCheckpoint: the marker is torn or changed, or the checkpoint was found damaged
             before.
     """
-    if not checkpoint.exists(MARKER):
+    text = checkpoint.read_if_there(MARKER)
+    if text is None:
         if checkpoint.exists(DAMAGED):
             reason = checkpoint.read(DAMAGED).decode(errors="replace")
             raise DamagedCheckpoint(
@@ -32,7 +36,7 @@ def read_marker(checkpoint: Files) -> CheckpointMarker | None:
             )
         return None
     try:
-        return CheckpointMarker.from_json(checkpoint.read(MARKER).decode())
+        return CheckpointMarker.from_json(text.decode())
     except ValueError as error:
         raise DamagedCheckpoint(
             f"checkpoint {checkpoint.path} is damaged: its marker {MARKER} cannot be read "
@@ -56,6 +60,35 @@ def verify(checkpoint: Files, marker: CheckpointMarker) -> None:
             raise _damaged(checkpoint, f"file {file.path} is {how}")
 
 
+def find_damage(run: RunDirectory, name: str) -> str:
+    """Return how a recorded checkpoint of a run is damaged, "" if it is whole.
+
+    A damaged one is set aside, so that it is not checked again and its name is free.
+
+    Raises:
+        StorageError: it cannot be read now, or is not there, which storage that is away looks like,
+            or another one has its name since.
+    """
+    checkpoint = run.checkpoint(name)
+    text = checkpoint.read_if_there(MARKER)
+    try:
+        marker = read_marker(checkpoint)
+        if marker is None:
+            raise StorageError(f"checkpoint {checkpoint.path} has no marker {MARKER}")
+        verify(checkpoint, marker)
+    except DamagedCheckpoint as error:
+        now = checkpoint.read_if_there(MARKER)
+        if now is not None and now == text:
+            try:
+                run.set_aside(name, str(error))
+            except StorageError as refused:  # By a full disk, say: it is damaged all the same.
+                log.warning("set_aside_failed path=%s error=%r", checkpoint.path, str(refused))
+        elif now is not None or not checkpoint.exists(DAMAGED):
+            raise StorageError(f"checkpoint {checkpoint.path} is gone, or another one") from error
+        return str(error)
+    return ""
+
+
 def _damaged(checkpoint: Files, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(
         f"checkpoint {checkpoint.path} is damaged: {what}; use an older checkpoint"
@@ -67,10 +100,9 @@ def newest_valid(
 ) -> tuple[str, CheckpointMarker] | None:
     """Return the newest reported checkpoint of a run that is not damaged, None if there is none.
 
-    A damaged one is set aside, so that it is not checked again and its name is free. If the
-    coordinator knows the last attempt, its records decide which of its checkpoints are committed: a
-    worker may have been killed between the record and the marker, and a marker without a record is
-    skipped.
+    A damaged one is set aside. If the coordinator knows the last attempt, its records decide which
+    of its checkpoints are committed: a worker may have been killed between the record and the
+    marker, and a marker without a record is skipped.
 
     Args:
         run: a run whose attempts have ended.
@@ -88,11 +120,9 @@ def newest_valid(
                 f"it is passed over"
             )
             continue
-        try:
-            verify(run.checkpoint(name), marker)
-        except DamagedCheckpoint as error:
-            run.set_aside(name, str(error))
-            report(f"{error}: it is passed over")
+        damage = find_damage(run, name)
+        if damage:
+            report(f"{damage}: it is passed over")
             continue
         return name, marker
     return None

@@ -10,6 +10,7 @@
     RUN/checkpoints/NAME/        files of one checkpoint
     RUN/checkpoints/NAME/_PREPARED     the text of the marker, until that is written
     RUN/checkpoints/NAME/_COMMITTED    the marker, written last, once the coordinator has a record
+    RUN/checkpoints/NAME/_DAMAGED      instead of both, how its files were found changed
     RUN/checkpoints/NAME/_VALIDATED    result of its validation (see `validation`)
 
 Rule: every failure of the storage below becomes a `StorageError` that names the path and the

@@ -5,6 +5,7 @@ Each goes on where the run stands; while STORAGE/go is not there, it stops after
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ HELD_AT = 3
 
 def count_on(config: dict) -> list[int]:
     """Report a checkpoint for each epoch that is left; return the first and the number of ranks."""
+    rank = train.get_context().get_world_rank()
+    Path(config["storage"], f"pid-{rank}").write_text(str(os.getpid()))
     begun = train.get_checkpoint()
     first = begun.to_dict()["epoch"] + 1 if begun is not None else 0
     for epoch in range(first, NUM_EPOCHS):

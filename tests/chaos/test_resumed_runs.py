@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,26 @@ def test_the_same_script_goes_on_at_the_newest_checkpoint_that_is_sound(
     assert "resumes run long, which has succeeded, from" in again.said()
     assert "returned [5, 2]" in again.said()
     assert "kept [0, 1, 2, 3, 4]" in again.said()
+
+
+def test_a_running_job_goes_on_from_the_checkpoint_before_a_damaged_one(
+    start: Start, tmp_path: Path
+) -> None:
+    """Though `max_failures` is 0: it is no failure of the script's."""
+    storage = tmp_path / "storage"
+    script = start("fit", script=RESUMING)
+    wait_for(lambda: len(committed(storage / "long")) == 3, "three checkpoints")
+    newest = committed(storage / "long")[-1].parent
+    flip(newest / "dict.pt")
+    for rank in range(2):
+        os.kill(int((storage / f"pid-{rank}").read_text()), signal.SIGKILL)
+    (storage / "go").touch()
+    assert script.wait() == 0, script.said()
+    assert f"checkpoint {newest} is damaged: file dict.pt is changed: checksum" in script.said()
+    assert "returned [2, 2]" in script.said()
+    assert "kept [0, 1, 2, 3, 4]" in script.said()
+    assert not (newest / "_COMMITTED").exists()
+    script.assert_nothing_is_left()
 
 
 @pytest.mark.slow

@@ -284,9 +284,12 @@ class Coordinator:
         """Let a worker's process end."""
         self.update(worker, WorkerPhase.EXITED, exit=cause, **changes)
 
-    def raises(self, worker: str, message: str = "boom", position: str = "") -> None:
+    def raises(
+        self, worker: str, message: str = "boom", position: str = "", damaged: str = ""
+    ) -> None:
         """Let user code raise in a worker, which ends it."""
-        failure = Failure("ValueError", message, f"Traceback: {message} in {worker}", position)
+        traceback = f"Traceback: {message} in {worker}"
+        failure = Failure("ValueError", message, traceback, position, damaged)
         self.exits(worker, RAISED, failure=failure)
 
     def reports(self, worker: str, index: int, **fields: Any) -> None:

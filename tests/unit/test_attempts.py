@@ -19,7 +19,9 @@ from elastic.core.config import JobSpec
 from elastic.core.facts import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.core.records import JobRecord
 from elastic.errors import ConfigError, NameTaken, StorageError, UsageError
+from elastic.storage import integrity
 from elastic.storage.files import Files
+from elastic.storage.integrity import find_damage, verify
 from elastic.storage.marker import DAMAGED, MARKER, PREPARED, CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.storage.run_record import RunOwner, RunPhase, RunRecord, read_run, write_run
@@ -172,6 +174,37 @@ def test_storage_that_fails_for_now_sets_nothing_aside(tmp_path: Path) -> None:
     (path / "model").symlink_to("model")  # It can be seen and not be read.
     with pytest.raises(StorageError, match="cannot read"):
         begin(tmp_path / "r", "j2")
+    assert (path / MARKER).exists()
+
+
+def test_a_checkpoint_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
+    """Storage that is away looks the same; and it may be away from any call on."""
+    path = commit(tmp_path / "r", "a", 0, {})
+    (path / "model").write_text("weights 9")
+    run = RunDirectory(str(tmp_path / "r"))
+    away = tmp_path / "away"
+    path.rename(away)
+    with pytest.raises(StorageError, match="has no marker"):
+        find_damage(run, "a")
+    away.rename(path)
+    assert "file model is changed" in find_damage(run, "a")
+    assert "found damaged before" in find_damage(run, "a")  # By another rank, say.
+
+
+def test_a_new_checkpoint_of_the_same_name_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = commit(tmp_path / "r", "a", 0, {})
+    (path / "model").write_text("weights 9")
+
+    def verify_late(checkpoint: Files, marker: CheckpointMarker) -> None:
+        (path / MARKER).unlink()
+        commit(tmp_path / "r", "a", 1, {})
+        verify(checkpoint, marker)
+
+    monkeypatch.setattr(integrity, "verify", verify_late)
+    with pytest.raises(StorageError, match="another one"):
+        find_damage(RunDirectory(str(tmp_path / "r")), "a")
     assert (path / MARKER).exists()
 
 

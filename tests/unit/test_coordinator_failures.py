@@ -82,6 +82,50 @@ def test_a_report_to_an_ended_or_unknown_job_is_refused() -> None:
     assert ack(coordinator).reason == "job a has ended: stopped"
 
 
+def test_a_damaged_checkpoint_is_dropped_and_is_no_failure_of_user_code() -> None:
+    coordinator = running(nodes=2, low=2, max_failures=0)
+    for index in range(3):
+        coordinator.reports("n1/1", index, checkpoint=f"/c/{index}")
+    coordinator.exits("n2/1")
+    coordinator.ready("n1/1", "n2/2")
+    coordinator.training("n1/1", "n2/2")
+    coordinator.raises("n2/2", damaged="/c/2")
+    coordinator.raises("n1/1", damaged="/c/2")  # Both have read it.
+    coordinator.restart()
+    record = coordinator.job("a").record
+    assert [one.path for one in record.checkpoints] == ["/c/0", "/c/1"]
+    assert (record.phase, record.failures, record.losses) == (JobPhase.PENDING, 0, 1)
+    assert [one["path"] for one in coordinator.noted("checkpoint_dropped")] == ["/c/2"]
+
+
+def test_a_damaged_checkpoint_that_every_group_would_begin_with_is_a_failure() -> None:
+    coordinator = running(nodes=1, max_failures=0, resume_from="/c/0")
+    coordinator.raises("n1/1", damaged="/c/0")
+    assert coordinator.job("a").record.phase is JobPhase.FAILED
+
+
+def test_a_damaged_checkpoint_of_the_same_group_is_a_failure_of_user_code() -> None:
+    """Groups that each report one, and then find it damaged, make progress for ever."""
+    coordinator = running(nodes=1, max_failures=0)
+    coordinator.reports("n1/1", 0, checkpoint="/c/0")
+    coordinator.raises("n1/1", damaged="/c/0")
+    record = coordinator.job("a").record
+    assert (record.phase, record.checkpoints) == (JobPhase.FAILED, ())
+
+
+def test_members_that_have_returned_do_not_complete_a_job_whose_checkpoint_is_damaged() -> None:
+    coordinator = running(nodes=2, low=2, max_failures=0)
+    coordinator.reports("n1/1", 0, checkpoint="/c/0")
+    coordinator.exits("n2/1")
+    coordinator.ready("n1/1", "n2/2")
+    coordinator.training("n1/1", "n2/2")
+    coordinator.finished("n1/1")
+    coordinator.raises("n2/2", damaged="/c/0")
+    coordinator.advance(0.1)
+    coordinator.exits("n1/1")
+    assert coordinator.job("a").record.phase is not JobPhase.SUCCEEDED
+
+
 # ---------------------------------------------------------------- telemetry
 
 

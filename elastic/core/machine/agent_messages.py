@@ -7,6 +7,8 @@ ordered to leave it, or to end.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.core.config import ns
 from elastic.core.copy_messages import CopiesHeld, CopyFailed
 from elastic.core.events.coordinator import (
@@ -20,6 +22,7 @@ from elastic.core.facts import (
     ExitCause,
     ExitKind,
     Failure,
+    Generation,
     JobPhase,
     NodePhase,
     WorkerId,
@@ -419,6 +422,8 @@ def lose_worker(
     if node is not None:
         is_ordered = worker.stop_cause is not None
         health.take_exit(cluster, node, worker.stop_cause or cause, ordered=is_ordered)
+    if failure is not None and failure.damaged:
+        failure = _without_damaged(cluster, job, failure, worker.report.generation)
     decision = failure_policy.judge_exit(
         job.spec,
         job.outcome.history,
@@ -442,6 +447,23 @@ def lose_worker(
     job.outcome.restart_at_ns = max(job.outcome.restart_at_ns, cluster.now_ns + judgement.delay_ns)
     if is_users:
         cluster.persist(job)
+
+
+def _without_damaged(
+    cluster: ClusterState, job: JobState, failure: Failure, generation: Generation
+) -> Failure:
+    """Drop the damaged checkpoint that a failure names; return the failure as it is judged.
+
+    As one of user code, if the next group would begin with the same checkpoint, or if this group
+    has reported it: each group might report another one, and so make progress for ever.
+    """
+    recorded_in = {one.path: one.generation for one in job.reports.checkpoints}
+    is_own = recorded_in.get(failure.damaged) == generation
+    if not reports.drop_damaged(cluster, job, failure.damaged, generation) or is_own:
+        return replace(failure, damaged="")
+    # User code has raised: members that have returned do not complete the job.
+    job.outcome.failure_generation = max(job.outcome.failure_generation, generation)
+    return failure
 
 
 def _note_pause(cluster: ClusterState, job: JobState, worker_id: WorkerId) -> None:

@@ -198,7 +198,8 @@ class JobOutcome:
     Attributes:
         failure, failed_worker: the newest failure, and whose it is.
         rank_failures, failed_in: what members have raised, and in which generation.
-        failure_generation, loss_generation: the newest that was charged for a failure, a loss.
+        failure_generation, loss_generation: the newest that was charged for a failure, a loss. A
+            damaged checkpoint is charged as a loss, and sets both.
         history: failures and losses, against their budgets.
         preemptions: how many nodes an announced drain took from its groups; a separate budget.
         finished: results of the train function, by finished member; kept after it is gone.

@@ -13,6 +13,7 @@ from elastic.core.events.coordinator import SendAgent
 from elastic.core.facts import (
     CheckpointRecord,
     CheckpointStatus,
+    Generation,
     RefusalCode,
     ReportKind,
     SessionId,
@@ -112,6 +113,29 @@ def _take_validation(cluster: ClusterState, job: JobState, report: Report) -> No
     cluster.note(
         "checkpoint_validated", job.job_id, path=report.checkpoint, status=report.status.value
     )
+
+
+def drop_damaged(cluster: ClusterState, job: JobState, path: str, found_in: Generation) -> bool:
+    """Let the groups to come begin with the checkpoint before this one, which is damaged.
+
+    Args:
+        cluster: the state to change.
+        job: whose checkpoint it is.
+        path: of the checkpoint.
+        found_in: the group that found it; a later one may have made another one of this name.
+
+    Returns:
+        Whether they begin with another one now, or anew: a job may have been submitted to begin
+        with this one.
+    """
+    recorded = job.reports.checkpoints
+    kept = tuple(c for c in recorded if c.path != path or c.generation > found_in)
+    if kept != recorded:
+        job.reports.checkpoints = kept
+        cluster.queue.is_outdated = cluster.queue.is_outdated or not kept
+        cluster.persist(job)
+        cluster.note("checkpoint_dropped", job.job_id, path=path, reason="damaged")
+    return job.latest_checkpoint() != path
 
 
 def _keep(job: JobState, records: list[CheckpointRecord]) -> None:

@@ -4,10 +4,11 @@ Rule: failures of user code (it raises, exits with a code, crashes natively) are
 `max_failures`, and retried as long as that allows: at once, or after a back-off if it is the same
 error at the same place again. A kill or a stop from outside and a lost node cost nothing, however
 many there are: they are replaced at once. What may repeat by itself (a hang, a worker that cannot
-be started, one that the kernel killed for its memory, a group that breaks) is a loss: losses in a
-row without a committed step back off, and end the job instead of occupying the cluster for ever.
-Exits on a node that was about to leave are neither, however the node ends: they have a separate
-budget (`policy.preemption`).
+be started, one that the kernel killed for its memory, a group that breaks, a damaged checkpoint,
+instead of which the next group begins with the one before) is a loss: losses in a row without a
+committed step back off, and end the job instead of occupying the cluster for ever. Exits on a node
+that was about to leave are neither, however the node ends: they have a separate budget
+(`policy.preemption`).
 
 A hang is charged as a loss although user code may be its cause: a deadlock cannot be distinguished
 from a dead link or a stuck driver, and a run with `max_failures=0` should survive those. One that
@@ -94,9 +95,10 @@ def judge_exit(
     if announced and failure is None:
         what = f"{describe(cause)} on a node that was to leave ({announced})"
         return Decision(FailureDecision(False, history), what)
-    if failure is not None or is_users_fault(cause):
+    damaged = failure.damaged if failure is not None else ""
+    if not damaged and (failure is not None or is_users_fault(cause)):
         return _judge_failure(spec, history, cause, failure, config)
-    what = describe(cause)
+    what = f"ended by damaged checkpoint {damaged}" if damaged else describe(cause)
     if is_kill(cause):
         return Decision(FailureDecision(False, history), what)
     losses = history.losses + 1

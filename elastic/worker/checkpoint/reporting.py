@@ -30,6 +30,7 @@ from elastic.core.config import JobSpec
 from elastic.core.facts import EntryKind
 from elastic.errors import GroupError, StorageError, UsageError
 from elastic.runtime.clock import Clock
+from elastic.storage.integrity import find_damage
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.interrupt import GroupChanged
@@ -179,6 +180,18 @@ class Reporter:
         is_pending = outcome is not None and outcome.is_pending
         found = self._newest.found(outcome.path if outcome is not None and is_pending else "")
         return found if outcome is None or is_pending else outcome.path or found
+
+    def damaged_checkpoint(self) -> str:
+        """Return the path of the newest checkpoint if it is damaged, "" otherwise; reads all of it.
+
+        It is set aside then, and the coordinator has the groups to come begin with the one before.
+        """
+        run, path = self._run, self.newest_checkpoint
+        name = run.name_of(path) if run is not None else ""
+        with contextlib.suppress(StorageError):
+            if run is not None and name and find_damage(run, name):
+                return path
+        return ""
 
     def report(
         self, metrics: str, checkpoint: str | DeliveredParts | None = None, name: str | None = None

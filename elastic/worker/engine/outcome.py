@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elastic.core.broken import broken_words_in
 from elastic.core.facts import Failure
-from elastic.errors import GroupError, ProgramFailed
+from elastic.errors import DamagedCheckpoint, GroupError, ProgramFailed
 from elastic.worker.base.numbers import plain_number
 from elastic.worker.group.collective_watch import INSTALLED
 
@@ -98,6 +98,11 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 def is_group_broken(error: BaseException) -> bool:
     """Return whether an exception, or one that it wraps, came out of a broken collective."""
     return any(_is_broken_collective(link) for link in _chain(error))
+
+
+def is_of_damage(error: BaseException) -> bool:
+    """Return whether an exception, or one that it wraps, is of a damaged checkpoint."""
+    return any(isinstance(link, DamagedCheckpoint) for link in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

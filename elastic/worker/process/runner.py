@@ -466,6 +466,9 @@ class Runner:
             # After a broken group it goes to the log only, not to users who follow the job.
             # Not by `print`, which scripts replace on all ranks but one.
             sys.stderr.write(failure.traceback.rstrip("\n") + "\n")
+        if not is_broken and reporter is not None and outcome.is_of_damage(error):
+            with self._mailboxes.activity.working("checks a checkpoint that is damaged"):
+                failure = replace(failure, damaged=reporter.damaged_checkpoint())
         return TrainRaised(generation, failure, group_broken=is_broken, exit_code=exit_code)
 
     def _recovered_by(self, call: _UserCall, event: TrainEvent) -> TrainEvent:

@@ -179,16 +179,18 @@ class ExitCause(_message.Message):
     def __init__(self, kind: _Optional[_Union[ExitKind, str]] = ..., code: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("error_type", "message", "traceback", "position")
+    __slots__ = ("error_type", "message", "traceback", "position", "damaged")
     ERROR_TYPE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     error_type: str
     message: str
     traceback: str
     position: str
-    def __init__(self, error_type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
+    damaged: str
+    def __init__(self, error_type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., position: _Optional[str] = ..., damaged: _Optional[str] = ...) -> None: ...
 
 class Goodput(_message.Message):
     __slots__ = ("productive_ns", "data_wait_ns", "straggler_wait_ns", "redone_ns", "reform_ns", "start_ns", "restore_ns", "checkpoint_stall_ns", "eval_ns", "user_ns", "drain_ns", "below_min_ns")
