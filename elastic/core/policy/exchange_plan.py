@@ -30,7 +30,10 @@ from elastic.core.policy.microbatch import Span, additions_to, deal, split, subt
 
 AT_ONCE = 8
 """Nodes joined in one round: as many bytes as with halving, in fewer rounds. Also how many times
-larger one of two groups may be: so many partners has each rank of the smaller one."""
+larger than a group these may be: so many partners has each rank of the smaller one."""
+LARGER = 3
+"""How many times larger than a group the one on its left may be otherwise. When a node is lost, the
+partners of its ranks become those of others, so many for each of them."""
 MESSAGE_BYTES = 64 << 10
 """Below this size the cost per message exceeds the cost of its bytes."""
 BUCKET_BYTES = 4 << 20
@@ -175,9 +178,10 @@ def _shape_of(starts: tuple[int, ...], at_once: int) -> GroupShape:
             nodes = tuple(join(node, node + 1) for node in range(low, high))
             return GroupShape(ranks, nodes, is_local=False)
         middle = split((low, high))
-        if at_once * (last - starts[middle]) < starts[middle] - first:
-            # The few on the right would have to send to all others.
-            middle = (low + high) // 2
+        larger = at_once if middle - low <= at_once else LARGER
+        if larger * (last - starts[middle]) < starts[middle] - first:
+            # Each of the few on the right would have many partners.
+            middle = max(low + 1, (low + middle) // 2)
         return GroupShape(ranks, (join(low, middle), join(middle, high)), is_local=False)
 
     return join(0, len(starts) - 1)
