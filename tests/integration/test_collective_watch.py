@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
 
+from elastic.worker.group.collective_watch import BytecodeProbe
 from tests.patience import DEADLINE_S
 
 CASES = ("forward", "backward", "optimizer", "operator", "barrier", "layers")
@@ -63,3 +65,16 @@ def test_a_rank_in_a_collective_of_the_scripts_own_neither_waits_nor_stands(seen
 def test_ranks_that_pass_layer_after_layer_move(seen: Any) -> None:
     passing, _ = seen["layers"]
     assert (passing["waits"], passing["moved"]) == (False, True)
+
+
+def test_a_call_that_is_pending_outlives_its_probe() -> None:
+    """It runs once this thread, which waits for the other one, goes on: it has crashed here."""
+
+    def probe() -> None:
+        for _ in range(20):
+            assert BytecodeProbe().has_run()
+
+    for _ in range(50):
+        other = threading.Thread(target=probe)
+        other.start()
+        other.join()

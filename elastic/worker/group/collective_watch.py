@@ -24,6 +24,7 @@ import threading
 import time
 from enum import Enum
 from types import FrameType
+from typing import ClassVar
 
 import torch
 
@@ -103,15 +104,21 @@ class BytecodeProbe:
     A pending call runs between two instructions of the main thread, and interrupts nothing.
     """
 
+    _calls: ClassVar[list[object]] = []
+    """Of all probes, for ever: a call may be pending still when its probe is gone."""
+
     def __init__(self) -> None:
         self._has_run = True
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._run)
+        self._calls.append(self._call)
 
     def has_run(self) -> bool:
         """Return whether the main thread has run bytecode since the last time, and ask again."""
         if not self._has_run:
             return False
-        self._has_run = ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0
+        self._has_run = False  # Before: the main thread may run the call at once.
+        if ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0:
+            self._has_run = True
         return True
 
     def _run(self, _: object) -> int:
