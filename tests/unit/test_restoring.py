@@ -14,7 +14,8 @@ import pytest
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
-from elastic.errors import StorageError
+from elastic.core.policy.data_plan import DataPlan
+from elastic.errors import StorageError, UsageError
 from elastic.storage.run_directory import RunDirectory
 from elastic.worker.base.activity import Activity
 from elastic.worker.checkpoint.snapshot import RankInfo, SnapshotId
@@ -22,10 +23,12 @@ from elastic.worker.checkpoint.snapshotter import Snapshotter
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine import state_restore as restoring
 from elastic.worker.engine.checkpoint_schedule import CheckpointScheduler
-from elastic.worker.engine.run_state import RunState
+from elastic.worker.engine.recovery_modes import ResumeState
+from elastic.worker.engine.run_state import RunState, state_of
 from elastic.worker.engine.step_engine import StepEngine
 from elastic.worker.engine.train_call import current_engine
 from elastic.worker.process.local import LocalRun, local_context
+from elastic.worker.state.train_state import TrainState
 from tests.patience import DEADLINE_S
 from tests.unit.engine_under_test import STEPS, Loop, bits, square
 from tests.unit.saving_under_test import Run, Table
@@ -242,3 +245,18 @@ def test_one_that_was_away_goes_on_from_what_a_later_group_has_saved(
         monkeypatch.setattr(engine.run, "is_held", True)  # Its first group has begun the run.
         assert commits_of(loop, 2, is_over.set) == (1 + STEPS if later else 2 * STEPS)
     assert bits(loop.plain) == bits(undisturbed.plain)
+
+
+def test_what_is_left_before_its_loader_was_read_says_how_the_data_was_cut() -> None:
+    """A process may end with it as a snapshot, and the next one refuses another cut."""
+    run, cut = RunState(TrainState(), StreamBook()), {"num_micro_batches": 4}
+    run.put({**run.take((0, 0, 0)), "data": cut})
+    left = ResumeState(run.objects.take(), Cursor(0, 1), run.logbook, cut=run.cut)
+    again = RunState(TrainState(), StreamBook())
+    again.go_on(left)
+    for one in (left, again):
+        assert state_of(one, left.state, (0, 0, 0))["data"] == cut
+    loader: Any = SimpleNamespace(plan=DataPlan(64, 2, 8))
+    for _ in range(2):  # What was refused once does not count the second time.
+        with pytest.raises(UsageError, match="num_micro_batches=4; the loader has"):
+            again.read(loader)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from elastic.core.facts import NO_GENERATION, Generation
 from elastic.core.policy.cursor import NO_STEP, Cursor
 from elastic.core.policy.program_points import ProgramPoint
-from elastic.core.policy.streams import Data
 from elastic.worker.base.interrupt import GroupChanged
 from elastic.worker.data.stream_book import StreamBook
 from elastic.worker.engine.logbook import Logbook
@@ -66,7 +65,7 @@ class ResumeState:
         calls_late: the loop calls collectives of its own after its optimizers have stepped.
         begun: the last epoch whose code before the pass has run, -1 if none.
         begun_step: the last whole step whose code before its micro-batches has run.
-        data: how the data is cut, None while no loader was read.
+        cut: how the data is cut, empty if unknown.
         agreed_in: the newest group whose members had the run's state with this one, 0 for none.
         committed_in: the group in which the newest step in it was committed, 0 for none.
     """
@@ -81,6 +80,6 @@ class ResumeState:
     calls_late: bool = False
     begun: int = -1
     begun_step: Cursor = NO_STEP
-    data: Data | None = None
+    cut: dict[str, Any] = field(default_factory=dict)
     agreed_in: Generation = NO_GENERATION
     committed_in: Generation = NO_GENERATION

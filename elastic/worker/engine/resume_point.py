@@ -239,7 +239,7 @@ class ResumePoint:
             self.calls_late,
             run.begun,
             run.begun_step,
-            run.data,
+            run.cut,
             run.agreed_in,
             run.committed_in,
         )

@@ -52,12 +52,17 @@ class RunState:
         self.is_held = False
         self.agreed_in = self.committed_in = NO_GENERATION
         # How the data was cut where this state comes from; empty once a loader was read.
-        self._cut: dict[str, Any] = {}
+        self._known_cut: dict[str, Any] = {}
 
     @property
     def data(self) -> Data | None:
         """Return how the data is cut, None while no loader was read."""
         return self.loader.plan if self.loader is not None else None
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """Return how the data is cut, or was where this state comes from; empty if unknown."""
+        return _plain(self.data) if self.data is not None else dict(self._known_cut)
 
     def the_loader(self) -> MicroBatches:
         if self.loader is None:
@@ -84,9 +89,7 @@ class RunState:
 
     def read(self, loader: MicroBatches) -> None:
         """A pass over this loader begins; UsageError if it is cut unlike the epoch so far."""
-        self.loader = loader
-        known, self._cut = self._cut, {}
-        mine = _plain(loader.plan)
+        known, mine = self._known_cut, _plain(loader.plan)
         wrong = [name for name, value in known.items() if mine.get(name) != value]
         if self.cursor.step and wrong:
             was, now = (
@@ -99,6 +102,7 @@ class RunState:
                 f"sampler (let train.register know one that changes) and "
                 f"prepare_data_loader(global_batch_size=...), or begin a new run"
             )
+        self.loader, self._known_cut = loader, {}
 
     def count_step(self, generation: Generation = NO_GENERATION) -> None:
         """A step was committed in this group."""
@@ -113,8 +117,7 @@ class RunState:
 
         `saved` is the `SnapshotId` of the newest snapshot.
         """
-        state = state_of(self, self.objects.take(), saved)
-        return state if self.data is not None else {**state, "data": dict(self._cut)}
+        return state_of(self, self.objects.take(), saved)
 
     def put(self, state: State) -> None:
         """Make this our state; UsageError if it is of others: only `is_held` is changed then."""
@@ -126,7 +129,7 @@ class RunState:
         self.begun = state["begun"]
         self.begun_step = Cursor(*state["begun_step"])
         self.committed_in = state["committed_in"]
-        self._cut = state["data"]
+        self._known_cut = state["data"]
         self.cursor = Cursor(*state["cursor"])
         self.is_held = True
 
@@ -136,7 +139,7 @@ class RunState:
         self.cursor, self.logbook = left.cursor, left.logbook
         self.steps, self.begun = left.steps, left.begun
         self.begun_step = left.begun_step
-        self._cut = _plain(left.data) if left.data is not None else {}
+        self._known_cut = left.cut
         self.is_held, self.agreed_in = True, left.agreed_in
         self.committed_in = left.committed_in
 
@@ -156,7 +159,7 @@ def state_of(run: RunState | ResumeState, objects: State, saved: Sequence[int]) 
         "begun_step": [run.begun_step.epoch, run.begun_step.step],
         "committed_in": run.committed_in,
         "saved": list(saved),
-        "data": _plain(run.data) if run.data is not None else {},
+        "data": run.cut,
     }
 
 
