@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
 import pytest
 
 from elastic.core.policy.cursor import Cursor
+from elastic.errors import StorageError
 from elastic.storage.verify import verify
 from elastic.worker.checkpoint import checkpoint_writer as writing
 from tests.harness.faulty_storage import Faults
@@ -48,6 +50,17 @@ def test_what_cannot_be_written_is_given_up(
     assert_newest_is(run, 3)
 
 
+def test_a_run_whose_last_checkpoint_was_refused_has_not_ended_well(faults: Faults) -> None:
+    run = run_on(faults)
+    faults.add("full", on="write", match="*part-00000.d*")
+    run.save()
+    with pytest.raises(StorageError, match="at the end of the run could not be stored"):
+        run.savers[0].finish()
+    faults.remove()
+    run.save()
+    run.savers[0].finish()
+
+
 @pytest.mark.parametrize("match", ["*manifest*", "*_PREPARED*"])
 def test_a_full_disk_is_left_the_room_of_what_came_to_nothing(faults: Faults, match: str) -> None:
     """Else each attempt would leave less for the next one, and none would ever succeed."""
@@ -60,7 +73,8 @@ def test_a_full_disk_is_left_the_room_of_what_came_to_nothing(faults: Faults, ma
     faults.wait_hit(full)
     faults.remove()
     for snapshotter in run.savers:
-        snapshotter.finish()
+        with contextlib.suppress(StorageError):
+            snapshotter.finish()
     faults.add("full", on="write", match=match)
     run.save()
     assert run.directory.names() == run.committed()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from elastic.core.events.worker import CheckpointWritten
-from elastic.core.facts import JobId, ReportKind
+from elastic.core.facts import NO_GENERATION, JobId, ReportKind
 from elastic.errors import StorageError
 from elastic.runtime.clock import Clock
 from elastic.storage.marker import CheckpointMarker
@@ -101,6 +101,7 @@ class CheckpointWriter:
         # Names of ours that came to nothing since the last one was begun.
         self._given_up: list[str] = []
         self._stalls_at = math.inf
+        self._refused: tuple[int, str] = (NO_GENERATION, "")
         self._changed = threading.Condition()
 
     @property
@@ -110,6 +111,15 @@ class CheckpointWriter:
     @generation.setter
     def generation(self, number: int) -> None:
         self._committer.generation = number
+
+    @property
+    def refused(self) -> str:
+        """Return why storage has not taken this group's last checkpoint, "" if it has.
+
+        Rank 0 knows it. Not if it was given up because the group changed.
+        """
+        generation, reason = self._refused
+        return reason if generation == self.generation else ""
 
     # ------------------------------------------------------------------- any thread
 
@@ -211,6 +221,8 @@ class CheckpointWriter:
                 "is tried when it is due",
                 self._name(snapshot.name), time.monotonic() - began, str(error),
             )  # fmt: skip
+            if snapshot.rank == 0 and not isinstance(error, CheckpointAbandoned):
+                self._refused = (snapshot.generation, str(error))
             return PartFailure(snapshot.rank, snapshot.name, str(error))
         except Exception as error:
             log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
@@ -222,6 +234,7 @@ class CheckpointWriter:
                 self._discard(snapshot)
                 self._end(snapshot)
             else:
+                self._refused = (NO_GENERATION, "")
                 self._committer.put(written)
         return None
 

@@ -28,6 +28,7 @@ import torch
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.saving import SavingPlan, is_due
+from elastic.errors import StorageError
 from elastic.runtime.snapshot_memory import SnapshotMark
 from elastic.worker.base.mailboxes import WAIT_SLICE_S
 from elastic.worker.base.spans import span
@@ -459,17 +460,29 @@ class Snapshotter:
     # ------------------------------------------------------------------- the end
 
     def finish(self) -> None:
-        """Wait until what was taken is durable, or given up."""
+        """Wait until what was taken is durable, or given up.
+
+        Raises:
+            StorageError: storage has refused the last one.
+        """
         self.settle()
-        if self._writer is None or self._writer.finish(FINISH_REPORTED_S):
+        writer = self._writer
+        if writer is None:
             return
-        log.warning(
-            "checkpoint_awaited: the train function has returned, and its last checkpoint is still "
-            "being written; waits for %.0f s at most",
-            FINISH_S,
-        )
-        if not self._writer.finish(FINISH_S):
-            log.warning("checkpoint_left: storage has not taken it in %.0f s", FINISH_S)
+        if not writer.finish(FINISH_REPORTED_S):
+            log.warning(
+                "checkpoint_awaited: the train function has returned, and its last checkpoint is "
+                "still being written; waits for %.0f s at most",
+                FINISH_S,
+            )
+            if not writer.finish(FINISH_S):
+                log.warning("checkpoint_left: storage has not taken it in %.0f s", FINISH_S)
+        if writer.refused:
+            raise StorageError(
+                f"the state at the end of the run could not be stored ({writer.refused}): make "
+                f"room, or mend the storage, and run it again under its name; it goes on from its "
+                f"newest checkpoint"
+            )
 
     def close(self) -> None:
         """Take nothing any more; memory and thread end with what is still being written."""
