@@ -281,7 +281,9 @@ def get_checkpoint() -> Checkpoint | None:
     Raises:
         UsageError: outside a train function.
     """
-    path = require_place("train.get_checkpoint").newest_checkpoint
+    reporter = require_place("train.get_checkpoint").the_reporter()
+    reporter.is_checkpoint_read = True
+    path = reporter.newest_checkpoint
     return Checkpoint(path) if path else _begins_from
 
 

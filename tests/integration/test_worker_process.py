@@ -120,7 +120,7 @@ def train_and_exit(config: dict[str, Any]) -> None:
 def train_with_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
     """Each rank saves a part; the first time rank 1 has nothing to save from."""
     context = here()
-    begun_with = context.newest_checkpoint
+    begun_with = context.the_reporter().newest_checkpoint
     if not begun_with:
         with contextlib.suppress(StorageError):
             where = Path(config["parts"]) / ("not-there" if context.world_rank == 1 else "empty")

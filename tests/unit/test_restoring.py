@@ -260,3 +260,15 @@ def test_what_is_left_before_its_loader_was_read_says_how_the_data_was_cut() -> 
     for _ in range(2):  # What was refused once does not count the second time.
         with pytest.raises(UsageError, match="num_micro_batches=4; the loader has"):
             again.read(loader)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_loop_that_begins_anew_says_that_nobody_has_read_its_runs_checkpoint(
+    is_read: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = LocalRun(job_name="r", run_path=str(tmp_path / "r"), resume_from=str(tmp_path))
+    with local_context(run):
+        if is_read:
+            assert train.get_checkpoint() is not None
+        commits_of(Loop.make(), 1, lambda: None)
+    assert ("checkpoint_unread" in caplog.text) is not is_read

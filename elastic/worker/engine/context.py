@@ -90,11 +90,6 @@ class WorkerContext:
         """Return the first accelerator of this worker, "cpu" if it has none."""
         return self.devices[0] if self.devices else "cpu"
 
-    @property
-    def newest_checkpoint(self) -> str:
-        """Return the path of the newest committed checkpoint, "" if there is none."""
-        return self.the_reporter().newest_checkpoint
-
     def report(
         self,
         metrics: str,

@@ -1042,12 +1042,27 @@ class StepEngine:
         self._attach()
         timing.switch(USER)
         context = self.context
+        if is_first and not self.run.steps:
+            self._warn_of_unread_checkpoint()
         log.info(
             "%s generation=%d world_size=%d epoch=%d step=%d bytes=%d ms=%.1f",
             "met" if is_first else "recovered recovery=in_place", context.generation,
             context.world_size, self.cursor.epoch, self.cursor.step, num_bytes,
             (time.monotonic() - began) * 1e3,
         )  # fmt: skip
+
+    def _warn_of_unread_checkpoint(self) -> None:
+        """The run begins anew: say so if it was given a checkpoint that nothing was taken from."""
+        reporter = self.context.reporter
+        if self.context.world_rank or reporter is None or reporter.is_checkpoint_read:
+            return
+        if path := reporter.newest_checkpoint:
+            log.warning(
+                "checkpoint_unread path=%s: the loop begins at its first step; by itself it goes "
+                "on only under the run's own name. Call train.get_checkpoint() before it, and "
+                "load what you need of that",
+                path,
+            )
 
     def _attach(self) -> None:
         group = default_group()
