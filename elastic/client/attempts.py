@@ -24,6 +24,7 @@ from elastic.core.facts import ENDED, JobPhase
 from elastic.core.records import JobRecord
 from elastic.errors import ConfigError, NameTaken, StorageError
 from elastic.runtime.clock import SystemClock
+from elastic.storage.faults import reason_of
 from elastic.storage.files import Files
 from elastic.storage.integrity import newest_valid, place_of
 from elastic.storage.options import options_of
@@ -243,10 +244,12 @@ def _make_directory(run_path: str) -> bool:
             make_folder(root)
         else:
             fs.makedirs(root, exist_ok=True)
-    except OSError as error:
+    except NameTaken:
+        raise
+    except Exception as error:  # Clients of object stores have classes of their own.
         raise StorageError(
-            f"run directory {run_path} cannot be made ({error.strerror or error}): choose a "
-            f"storage path with room that you may write to"
+            f"run directory {run_path} cannot be made ({reason_of(error)}): choose a storage path "
+            f"with room that this machine reaches and you may write to"
         ) from error
     return is_there
 

@@ -11,10 +11,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic.client import attempts
 from elastic.client.attempts import RunAttempt, RunPlan, attempt, note_end
+from elastic.client.terminal import EXIT_CONFIG, exit_code
 from elastic.core.config import JobSpec
 from elastic.core.facts import CheckpointRecord, JobId, JobPhase, ReportKind
 from elastic.core.records import JobRecord
@@ -115,6 +118,28 @@ def test_storage_that_cannot_be_written_is_refused_by_path(tmp_path: Path) -> No
     nowhere = RunPlan(run_path="nosuch://x/run", name="r", job_id="j")
     with pytest.raises(ConfigError, match="nosuch://x/run"), attempt(nowhere):
         pass
+
+
+class EndpointConnectionError(Exception):
+    """As botocore's: no OSError."""
+
+
+class UnreachableStorage(MemoryFileSystem):
+    """An object store whose host is not there."""
+
+    protocol = "unreachable"
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise EndpointConnectionError('Could not connect to "https://s3"')
+
+
+def test_any_error_of_a_storages_own_client_is_ours() -> None:
+    fsspec.register_implementation("unreachable", UnreachableStorage, clobber=True)
+    says = r"unreachable://b/r cannot be made \(EndpointConnectionError: Could not connect to "
+    there = RunPlan(run_path="unreachable://b/r", name="r", job_id="j")
+    with pytest.raises(StorageError, match=says) as refused, attempt(there):
+        pass
+    assert exit_code(refused.value) == EXIT_CONFIG
 
 
 def test_without_a_reported_checkpoint_it_says_what_there_is(tmp_path: Path) -> None:
