@@ -428,8 +428,10 @@ def _check_same(ours: State, theirs: State) -> None:
 
 def _differs(what: str, ours: object, theirs: object) -> str:
     return (
-        f"{what}: {ours} in this worker, {theirs} in the state that it received: every worker must "
-        f"prepare the same objects in the same order, whenever its train function is called"
+        f"{what}: {ours} in this worker, {theirs} in the state that it has from another worker or "
+        f"a checkpoint: every worker must prepare the same objects in the same order, whenever its "
+        f"train function is called. If they were changed since the checkpoint was saved: prepare "
+        f"those of that time, or begin anew under another run name, without the checkpoint"
     )
 
 
