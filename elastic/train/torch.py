@@ -104,10 +104,15 @@ def prepare_model(
             that only one of them at a time is gathered.
 
     Raises:
-        UsageError: unknown strategy or keyword, or a model that is sharded in a way that cannot
-            be saved.
+        UsageError: not a model, an unknown strategy or keyword, or a model that is sharded in a
+            way that cannot be saved.
     """
     require_context("prepare_model")
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"prepare_model: expected a torch.nn.Module, got {model!r:.80} of class "
+            f"{type(model).__name__}"
+        )
     engine = current_engine()
     if parallel_strategy is not None:
         check_not_flat(model)

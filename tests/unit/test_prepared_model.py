@@ -72,3 +72,9 @@ def test_it_is_one_in_a_plain_loop_and_says_what_it_is_not_in_steps(tmp_path: Pa
             ),
             tmp_path,
         )
+
+
+@pytest.mark.parametrize("model", [{"a": 1}, "resnet50", torch.nn.Linear])
+def test_what_is_no_model_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match=r"prepare_model: expected a torch.nn.Module, got "):
+        run(lambda: prepare_model(model), tmp_path)

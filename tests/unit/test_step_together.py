@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,6 +134,14 @@ def test_values_of_a_step_that_is_done_again_count_once(monkeypatch: pytest.Monk
         train.report({"epoch": 0})
     assert seen[GLOBAL : 2 * GLOBAL] == [8, 9, 10, 11, 8, 9, 10, 11]
     assert reported == [{"epoch": 0, "mean": pytest.approx(sum(range(SAMPLES)) / SAMPLES)}]
+
+
+@pytest.mark.parametrize("value", ["abc", "1.5", None, [1.0], torch.ones(2), np.ones(2)])
+def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+    logbook = Logbook()
+    logbook.add({"loss": np.float32(1.0), "n": np.array(1), "ok": True}, 1.0)
+    with pytest.raises(UsageError, match=r"train\.log: loss is .*expected a number, or a tensor"):
+        logbook.add({"loss": value}, 1.0)
 
 
 def test_values_that_were_not_told_are_forgotten_by_one_that_receives_another_state() -> None:

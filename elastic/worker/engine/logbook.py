@@ -9,6 +9,7 @@ are averaged before the optimizer steps (`step_values.py`), because the loop ask
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any
 
 from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.program_points import ProgramPoint
+from elastic.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +71,12 @@ class Logbook:
             values: names to numbers, or tensors of one element; those are read a step later, so
                 that nothing waits for a device.
             weight: what the micro-batch counts.
+
+        Raises:
+            UsageError: a value is neither; names it.
         """
         for name, value in values.items():
-            # In float64, sums of what losses are (float32, times a count) do not round, so that
-            # their order, which depends on the number of workers, is no matter.
-            value = value.detach().double() if hasattr(value, "detach") else value
+            value = _as_number(name, value)
             total, weights = self._sums.get(name, (0.0, 0.0))
             if weight:  # Never multiplied by zero, which leaves what is infinite.
                 total, weights = total + value * weight, weights + weight
@@ -236,6 +239,26 @@ class PointCounter:
             self._at, self._count = point, 0
         self._count += 1
         return self._count
+
+
+def _as_number(name: str, value: Any) -> Any:
+    """Return a value in float64, a tensor on its device.
+
+    Sums of what losses are (float32, times a count) do not round in it, so that their order, which
+    depends on the number of workers, is no matter.
+    """
+    found = ""
+    if hasattr(value, "detach"):
+        if value.numel() == 1:
+            return value.detach().double()
+        found = f"of shape {tuple(value.shape)}"
+    elif not isinstance(value, (str, bytes)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    raise UsageError(
+        f"train.log: {name.removeprefix(SUM)} is {found or repr(value)[:80]}, a "
+        f"{type(value).__name__}; expected a number, or a tensor of one element"
+    )
 
 
 def fingerprint(names: Sequence[str]) -> float:
