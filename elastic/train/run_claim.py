@@ -17,7 +17,7 @@ from elastic.errors import UsageError
 from elastic.storage.files import Files
 from elastic.storage.integrity import newest_valid, read_marker, verify
 from elastic.storage.run_directory import RunDirectory
-from elastic.storage.run_record import RunPhase, read_run, write_run
+from elastic.storage.run_record import RUN_FILE, RunPhase, read_run, write_run
 from elastic.train.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def announced(plan: RunPlan, *, job_of: JobOf) -> Iterator[RunAttempt]:
 def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
     """Return the path of the checkpoint that a new run starts from, "" for none.
 
-    UsageError if it does not exist; DamagedCheckpoint if it is not what was committed.
+    UsageError if it does not exist or is a run directory; DamagedCheckpoint if it is not what was
+    committed.
     """
     if checkpoint is None:
         return ""
@@ -53,7 +54,21 @@ def path_to_begin_from(checkpoint: Checkpoint | None) -> str:
     marker = read_marker(files)
     if marker is not None:
         verify(files, marker)
+    else:
+        _check_no_run(checkpoint)
     return checkpoint.url
+
+
+def _check_no_run(checkpoint: Checkpoint) -> None:
+    """Refuse a run directory, and the folder of all checkpoints in one, with a UsageError."""
+    path = checkpoint.path.rstrip("/")
+    run_path = path.removesuffix("/checkpoints")
+    if Files(run_path, checkpoint.filesystem).exists(RUN_FILE):
+        what = "a run directory" if run_path == path else "the folder of all checkpoints of a run"
+        raise UsageError(
+            f"TorchTrainer: resume_from_checkpoint={checkpoint}: this is {what}; expected one of "
+            f"its checkpoints, {run_path}/checkpoints/NAME"
+        )
 
 
 def begin_here(plan: RunPlan) -> dict[str, str]:

@@ -409,6 +409,10 @@ def test_a_new_run_begins_with_another_runs_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"file dict.pt is truncated: 4 bytes"):
         begin("third")
     assert not (tmp_path / "third").exists()
+    for folder in (tmp_path / "second", tmp_path / "second" / "checkpoints"):
+        first = replace(first, checkpoint=train.Checkpoint(folder))
+        with pytest.raises(UsageError, match=r"expected one of .*second/checkpoints/NAME"):
+            begin("fourth")
     with pytest.raises(UsageError, match="resume_from_checkpoint is a str"):
         TorchTrainer(look, resume_from_checkpoint="/x")  # type: ignore[arg-type]
 
