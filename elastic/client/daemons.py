@@ -32,7 +32,11 @@ DEFAULT_PORT = 7070
     "--address", default="", metavar="HOST:PORT", help="Join the cluster of this coordinator."
 )
 @click.option(
-    "--port", default=DEFAULT_PORT, show_default=True, help="Of the coordinator, with --head."
+    "--port",
+    default=DEFAULT_PORT,
+    show_default=True,
+    type=click.IntRange(1, 65535),
+    help="Of the coordinator, with --head.",
 )
 @click.option(
     "--node-ip-address", default="", metavar="ADDRESS",

@@ -55,7 +55,8 @@ OPTIONS = (
         "mlflow:URI, each report once; may be repeated.",
     ),
     _option(
-        "--hang-timeout", default=30.0, metavar="SECONDS", show_default=True,
+        "--hang-timeout", default=30.0, type=click.FloatRange(min=0), metavar="SECONDS",
+        show_default=True,
         help="A worker without progress for so long while all others wait for it is killed; if "
         "all wait for each other twice as long, they form a new group. 0 for never.",
     ),

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,8 @@ STOP_TIMEOUT_S = 60.0
 POLL_S = 0.05
 ANYWHERE = "192.0.2.1"
 """An address that no network has, to which the default route leads."""
+REFUSALS = (2, 78)
+"""Exit codes of a daemon that does not take its command line: trying again is no use."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def start_head(
         store: of the coordinator.
 
     Raises:
-        UsageError: something was started here before, and still runs.
+        UsageError: something was started here before, and still runs; or a part refuses its flags.
         Unavailable: a part did not come up; its log is shown.
     """
     _check_none()
@@ -119,12 +122,12 @@ def start_head(
     ready.unlink(missing_ok=True)
     address = f"{host}:{port}"
     started = StartedCluster(address, token_file)
-    started = _spawn(
+    started, process = _spawn(
         started, "coordinator", "elastic.coord.cli", "serve", "--listen", f"{listen}:{port}",
         "--advertise", address, "--store", store, "--ready-file", str(ready),
         "--token-file", token_file,
     )  # fmt: skip
-    _wait_until(started, ready.exists)
+    _wait_until(started, process, ready.exists)
     return _with_agent(started, node)
 
 
@@ -132,7 +135,7 @@ def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluste
     """Start an agent of this machine for a coordinator elsewhere.
 
     Raises:
-        UsageError: something was started here before, and still runs.
+        UsageError: something was started here before, and still runs; or it refuses its flags.
         Unavailable: it did not come up; its log is shown.
     """
     _check_none()
@@ -185,12 +188,12 @@ def _with_agent(started: StartedCluster, node: Sequence[str]) -> StartedCluster:
     access = ("--token-file", started.token_file) if started.token_file else ()
     log_dir = folder() / "logs"
     shutil.rmtree(log_dir, ignore_errors=True)
-    started = _spawn(
+    started, process = _spawn(
         started, "agent", "elastic.agent.cli", "--coord", started.address, *access,
         "--node-id", socket.gethostname(), "--log-dir", str(log_dir), *node,
     )  # fmt: skip
     with Client(started.address, find_access(started.token_file)) as client:
-        _wait_until(started, lambda: _has_this_node(client))
+        _wait_until(started, process, lambda: _has_this_node(client))
     return started
 
 
@@ -203,7 +206,9 @@ def _has_this_node(client: Client) -> bool:
     return any(n.node.node_id == name and n.phase is NodePhase.READY for n in nodes)
 
 
-def _spawn(started: StartedCluster, part: str, *command: str) -> StartedCluster:
+def _spawn(
+    started: StartedCluster, part: str, *command: str
+) -> tuple[StartedCluster, subprocess.Popen[bytes]]:
     path = folder() / f"{part}.log"
     process = start_daemon(path, *command)
     daemon = StartedDaemon(part, RunOwner.of(process.pid), str(path))
@@ -212,20 +217,23 @@ def _spawn(started: StartedCluster, part: str, *command: str) -> StartedCluster:
     fd = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "w") as file:
         json.dump(asdict(started), file)
-    return started
+    return started, process
 
 
-def _wait_until(started: StartedCluster, is_there: Callable[[], bool]) -> None:
+def _wait_until(
+    started: StartedCluster, process: subprocess.Popen[bytes], is_there: Callable[[], bool]
+) -> None:
     """Wait until the last started part is ready; if it is not in time, end all of them."""
     daemon = started.daemons[-1]
     until = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < until and daemon.process.is_other_and_alive():
+    while time.monotonic() < until and process.poll() is None:
         if is_there():
             return
         time.sleep(POLL_S)
     text = last_words(Path(daemon.log))
     stop_started(started, force=True)
-    raise Unavailable(f"the {daemon.part} did not come up; {text}")
+    kind = UsageError if process.returncode in REFUSALS else Unavailable
+    raise kind(f"the {daemon.part} did not come up; {text}")
 
 
 def node_flags(

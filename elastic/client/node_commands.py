@@ -14,7 +14,7 @@ from elastic.client.terminal import ClusterTarget
 from elastic.client.text_format import trains_outside, workers
 from elastic.core.facts import JobPhase, NodeId, NodePhase
 from elastic.core.view import JobView, NodeView
-from elastic.errors import Refused, UsageError
+from elastic.errors import Refused
 
 
 @click.command()
@@ -96,7 +96,7 @@ def scale(target: ClusterTarget, job: str, low: int | None, high: int | None) ->
     checkpoint or its group is formed anew.
     """
     if low is None and high is None:
-        raise UsageError("scale: expected --min N, --max N, or both")
+        raise click.UsageError("expected --min N, --max N, or both")
     with target.connect() as client:
         client.scale(job, min_workers=low or 0, max_workers=high or 0)
         view = client.get(job)

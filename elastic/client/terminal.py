@@ -40,13 +40,13 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 """The job failed by its own fault."""
 EXIT_USAGE = 2
-"""The command line is wrong, or names something that does not exist."""
+"""The command line is not understood, or names a job, node or rank that is not there."""
 EXIT_UNREACHABLE = 69
 EXIT_BUG = 70
 EXIT_STOPPED = 75
 """The job was stopped: it can be submitted again and continues from its checkpoint."""
 EXIT_CONFIG = 78
-"""A setting is wrong: a retry is of no use."""
+"""What was given cannot work: a retry is of no use."""
 EXIT_TIMEOUT = 124
 EXIT_INTERRUPTED = 130
 RESTART_S = 10.0

@@ -17,9 +17,12 @@ def parse_num_workers(_: click.Context, __: click.Parameter, text: str) -> tuple
     """Read "4" or "2:8" as (min, max)."""
     low, colon, high = text.partition(":")
     try:
-        return int(low), int(high if colon else low)
+        least, most = int(low), int(high if colon else low)
     except ValueError:
         raise click.BadParameter(f"{text!r}: expected a number, or MIN:MAX such as 2:8") from None
+    if not 1 <= least <= most:
+        raise click.BadParameter(f"{text!r}: expected 1 <= MIN <= MAX")
+    return least, most
 
 
 def parse_amounts(_: click.Context, __: click.Parameter, text: str) -> dict[str, float]:

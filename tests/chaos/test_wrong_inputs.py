@@ -260,8 +260,6 @@ def test_what_cannot_work_is_refused_by_fit_and_leaves_nothing_behind(
     ("args", "code", "says"),
     [
         (("submit", "/no/such/script.py"), 78, "/no/such/script.py is not a file"),
-        (("submit", str(BAD), "--num-workers", "3:2"), 78, "min_workers=3"),
-        (("submit", str(BAD), "--num-workers", "-1"), 78, "min_workers=-1"),
         (("submit", str(BAD), "--accelerator-type", "H999"), 78, "known types"),
         (("submit", str(BAD), "--storage-path", "/proc/nothing"), 78, "cannot be made"),
         (("stop", "nobody"), 2, "nobody"),

@@ -175,7 +175,7 @@ def test_submitting_without_waiting_prints_the_id_only(
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--num-workers", "3:2"), "min_workers=3 and max_workers=2"),
+        (("--working-dir", "/nowhere"), "/nowhere is not a directory"),
         (("--accelerator-type", "Z80"), "accelerator_type='Z80' is unknown"),
         (("--name", "no/path"), "'no/path'"),
     ],

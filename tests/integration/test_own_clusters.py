@@ -165,3 +165,24 @@ def test_a_machine_that_was_started_is_found_by_whoever_names_none(tmp_path: Pat
     finally:
         run(*command, "stop")
     assert not list(tmp_path.glob("elastic-*/started/started.json"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(("--store", "foo:"), "unknown kind 'foo'"), (("--labels", "foo"), "expected name=value")],
+)
+def test_a_machine_is_not_started_with_flags_that_a_daemon_refuses(
+    flags: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    port = str(free_port())
+    command = (sys.executable, "-m", "elastic.client.cli", "start", "--head", "--port", port)
+    done = subprocess.run(
+        [*command, "--node-ip-address", "127.0.0.1", *flags],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 78, done.stderr
+    assert says in done.stderr
+    assert not list(tmp_path.glob("elastic-*/started/started.json"))

@@ -110,6 +110,9 @@ def test_a_storage_path_of_a_variable_that_is_not_set_is_refused() -> None:
     [
         (("submit", "{script}", "--num-workers", "two"), "MIN:MAX"),
         (("submit", "{script}", "--num-workers", "2:"), "MIN:MAX"),
+        (("submit", "{script}", "--num-workers", "0"), "1 <= MIN <= MAX"),
+        (("submit", "{script}", "--num-workers", "3:2"), "1 <= MIN <= MAX"),
+        (("submit", "{script}", "--hang-timeout", "-1"), "-1"),
         (("submit", "{script}", "--resources", "CPU"), "NAME=AMOUNT"),
         (("submit", "{script}", "--resources", "CPU=1,CPU=2"), "each name once"),
         (("submit", "{script}", "--env", "A"), "NAME=VALUE"),
@@ -120,6 +123,8 @@ def test_a_storage_path_of_a_variable_that_is_not_set_is_refused() -> None:
         (("logs", "job", "--rank", "one"), "ranks such as 0 or 0,3"),
         (("logs", "job", "--rank", "-1"), "ranks such as 0 or 0,3"),
         (("logs", "job", "--tail", "-2"), "-2"),
+        (("scale", "job"), "--min N, --max N"),
+        (("start", "--head", "--port", "99999"), "99999"),
         (("drain",), "NODE"),
         (("drain", "n1", "--deadline", "-1"), "-1"),
         (("nothing",), "nothing"),
