@@ -38,6 +38,7 @@ from elastic.client.text_format import waiting_line
 from elastic.client.values import parse_pattern, parse_ranks, parse_since
 from elastic.core.messages import PROTOCOL
 from elastic.core.view import JobView
+from elastic.errors import NotFound
 from elastic.runtime.clock import SystemClock
 from elastic.version import __version__
 from elastic.wire.codec_jobs import LogChunk
@@ -177,11 +178,16 @@ def _print_logs(
     *,
     output: str,
 ) -> None:
+    shown_ranks = set[int]()
     lines = LineCutter(shows_prefix=len(query.ranks) != 1, holds_tracebacks=False)
     shown = plain_output if sys.stdout.isatty() else str
     job_id = view.record.spec.job_id
     with client.logs(job_id, ranks=query.ranks, tail=query.tail, follow=query.follow) as chunks:
-        for chunk in filter(None, map(query.of, chunks)):
+        for received in chunks:
+            shown_ranks.add(received.rank)
+            chunk = query.of(received)
+            if chunk is None:
+                continue
             if output == "json":
                 fields = {
                     "worker_id": chunk.worker_id,
@@ -195,6 +201,22 @@ def _print_logs(
             else:
                 click.echo(shown(lines.take(chunk, _clock.monotonic_ns())), nl=False)
     click.echo(shown(lines.flush("")), nl=False)
+    if silent := set(query.ranks) - shown_ranks:
+        _check_ranks(client.get(job_id), silent)
+
+
+def _check_ranks(view: JobView, silent: set[int]) -> None:
+    """Raise NotFound for ranks that printed nothing, if the job has had others and not these."""
+    record = view.record
+    known = {worker.rank for worker in view.workers} | {former.rank for former in record.former}
+    known |= {member.rank for member in record.group.members} if record.group is not None else set()
+    known.discard(-1)
+    unknown = sorted(silent - known)
+    if known and unknown:
+        raise NotFound(
+            f"logs {record.spec.name}: no worker has had rank {', '.join(map(str, unknown))}; "
+            f"there were {min(known)} to {max(known)}"
+        )
 
 
 @click.command()

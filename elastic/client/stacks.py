@@ -17,6 +17,7 @@ from elastic.client.plain import plain
 from elastic.client.terminal import ClusterTarget, output_option, print_json
 from elastic.client.values import parse_ranks
 from elastic.core.facts import WorkerId
+from elastic.errors import NotFound
 
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -58,9 +59,14 @@ def stack(
 ) -> None:
     """Show where the ranks of JOB (id or name) stand now."""
     with target.connect() as client:
-        job_id = client.get(job).record.spec.job_id
+        view = client.get(job)
+        job_id = view.record.spec.job_id
         before = newest_dumps(client, job_id)
         requested = client.stacks(job_id, ranks=ranks)
+        if not requested:
+            which = f" with rank {', '.join(map(str, ranks))}" if ranks else ""
+            phase = view.record.phase.value
+            raise NotFound(f"stack {job}: no worker{which} now; the job is {phase}")
         found = _await(client, job_id, requested, before)
     missing = sorted(set(requested) - set(found))
     if output == "json":

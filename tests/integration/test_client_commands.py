@@ -333,7 +333,21 @@ def test_tables_in_a_pipe_are_plain(
 
 def test_one_rank_is_printed_as_it_is(busy: Coordinator) -> None:
     assert elastic(busy, "logs", "busy", "--rank", "0").stdout == "one line\n"
-    assert elastic(busy, "logs", "busy", "--rank", "7").stdout == ""
+    assert elastic(busy, "logs", "busy", "--rank", "0", "--tail", "0").exit_code == 0
+    for command in ("logs", "stack"):
+        done = elastic(busy, command, "busy", "--rank", "7")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"elastic: {command} busy: no worker ")
+
+
+def test_a_job_without_workers_has_no_stacks(
+    coordinator: Coordinator, script: Path, tmp_path: Path
+) -> None:
+    elastic(coordinator, "submit", script, "--name", "w", "--storage-path", tmp_path, "--no-wait")
+    assert elastic(coordinator, "stop", "w").exit_code == 0
+    done = elastic(coordinator, "stack", "w")
+    assert done.exit_code == 2
+    assert "elastic: stack w: no worker now; the job is stopped" in done.stderr
 
 
 def test_nothing_to_list_is_said(coordinator: Coordinator) -> None:
