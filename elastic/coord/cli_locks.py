@@ -17,7 +17,14 @@ from rich.table import Table
 
 from elastic.client.terminal import stdout_console
 from elastic.coord.roles import Role
-from elastic.coord.tokens import Token, create_token, forget_tokens, read_tokens, revoke_token
+from elastic.coord.tokens import (
+    Token,
+    create_token,
+    forget_tokens,
+    no_token_file,
+    read_tokens,
+    revoke_token,
+)
 from elastic.core.config import NS_PER_S
 from elastic.errors import ConfigError
 from elastic.runtime.clock import SystemClock
@@ -155,8 +162,8 @@ def tokens_list(path: Path) -> None:
     """List tokens: id, role, name, and how long they hold."""
     try:
         known = read_tokens(path)
-    except FileNotFoundError:
-        known = ()
+    except FileNotFoundError as error:
+        raise no_token_file(path) from error
     if not known:
         click.echo(f"no token in {path}", err=True)
         return

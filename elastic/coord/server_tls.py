@@ -27,8 +27,9 @@ class ServerTls:
         """
         if files.cert is None:
             raise ConfigError(
-                "a coordinator with TLS needs a certificate: pass --tls-cert and --tls-key, or as "
-                "--tls-dir the folder that 'elastic-coord certs init' wrote"
+                f"TLS with {files.ca} and no certificate: a coordinator needs a certificate: pass "
+                f"--tls-cert and --tls-key, or as --tls-dir the folder that 'elastic-coord certs "
+                f"init' wrote"
             )
         self._files = WatchedFiles("certificate", files.paths, files.read)
         self.asks_certificate = files.ca is not None

@@ -147,6 +147,13 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
     return tokens
 
 
+def no_token_file(path: Path) -> UsageError:
+    return UsageError(
+        f"token file {path} does not exist; make it with 'elastic-coord tokens create --tokens "
+        f"{path} --role node'"
+    )
+
+
 class TokenList:
     """The tokens that a running coordinator accepts, from its file."""
 
@@ -164,10 +171,7 @@ class TokenList:
         try:
             self._take(read_tokens(path))
         except FileNotFoundError as error:
-            raise UsageError(
-                f"token file {path} does not exist; make it with 'elastic-coord tokens create "
-                f"--tokens {path} --role node'"
-            ) from error
+            raise no_token_file(path) from error
 
     def reload(self) -> list[tuple[str, Token]]:
         """Reread the file if it changed; return changes: ("created", ...), ("revoked", ...).

@@ -108,6 +108,12 @@ def test_a_token_is_shown_once_listed_and_revoked(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["tokens"] == []
 
 
+def test_a_list_of_tokens_that_is_not_there_is_not_an_empty_one(tmp_path: Path) -> None:
+    done = run("tokens", "list", "--tokens", tmp_path / "none")
+    assert done.exit_code == 78
+    assert f"token file {tmp_path}/none does not exist" in done.stderr
+
+
 @pytest.mark.parametrize("expires", ["7", "d", "-1d", "0d", "1y", "7 d", ""])
 def test_a_length_of_time_that_is_none_is_refused(tmp_path: Path, expires: str) -> None:
     path = tmp_path / "tokens.json"
@@ -144,6 +150,7 @@ def test_a_file_of_tokens_that_is_damaged_while_in_use_changes_nothing_and_a_gon
         (("--tokens", "{0}/none"), "tokens create"),
         (("--tls-dir", "{0}", "--tokens", "{0}/none"), "certificate alone"),
         (("--tls-ca", "{0}/ca.crt"), "needs a certificate"),
+        (("--tls-dir", "{0}/none"), "TLS with {0}/none/ca.crt and no certificate"),
     ],
 )  # fmt: skip
 def test_a_coordinator_does_not_start_with_half_a_lock(
@@ -153,7 +160,7 @@ def test_a_coordinator_does_not_start_with_half_a_lock(
     given = [arg.format(folder) for arg in args]
     done = run("serve", "--listen", "127.0.0.1:0", "--store", "memory:", *given)
     assert done.exit_code == 78
-    assert says in done.stderr
+    assert says.format(folder) in done.stderr
 
 
 def test_the_streams_of_one_nodes_credentials_are_limited() -> None:
