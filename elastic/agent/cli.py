@@ -289,6 +289,8 @@ def run_agent(flags: Flags, env: Mapping[str, str]) -> int:
     with hold_node(choose_run_dir(flags), node.node_id, clock.unix_ns()) as incarnation:
         node = dataclasses.replace(node, incarnation=incarnation)
         check_log_dir(settings.log_dir)
+        if node.host:
+            check_host(node.host)
         path = choose_run_dir(flags) / f"agent-{node.node_id}.coordinators"
         book = AddressBook(path, settings.endpoints)
         settings = dataclasses.replace(settings, node=node, book=book)
@@ -312,6 +314,25 @@ def open_metrics(text: str) -> FiguresServer | None:
     # Unlike in an endpoint to connect to, the port may be 0.
     host, _ = parse_endpoint(f"{host}:{port if port != '0' else 1}")
     return FiguresServer(host, int(port))
+
+
+def check_host(host: str) -> None:
+    """Bind this address as workers will, before one fails there in a job's name.
+
+    Raises:
+        UsageError: this machine does not have it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else "") or error
+        raise UsageError(
+            f"--host {host}: workers could not listen there ({why}); expected an address or name "
+            f"of this machine that the other nodes reach: pass one, or leave it out for that of "
+            f"the route to the coordinator"
+        ) from error
 
 
 def check_log_dir(log_dir: Path) -> None:

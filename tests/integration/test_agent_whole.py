@@ -270,6 +270,7 @@ async def test_an_agent_without_a_coordinator_says_so_and_leaves_when_told(
         (["--coord", "h:1", "--drain-timeout", "-1"], "drain_timeout_s=-1.0"),
         (["--coord", "h:1", "--run-dir", "/proc/nothing"], "pass another --run-dir"),
         (["--coord", "h:1", "--log-dir", "/dev/null"], "pass another one"),
+        (["--coord", "h:1", "--host", "203.0.113.1"], "--host 203.0.113.1: workers could not"),
         ([], "Missing option '--coord'"),
         (["--coord", "h:1", "--no-such-flag"], "No such option"),
     ],
