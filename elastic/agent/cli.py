@@ -3,8 +3,8 @@
 Rule: only this module of the agent reads the environment. A flag overrides its ELASTIC_* variable,
 which overrides the default.
 
-Exit codes: 0 done; 2 usage; 69 refused (also: this node id is taken on this host); 70 a bug;
-75 drained; 78 a setting is wrong (do not retry).
+Exit codes: 0 done; 2 usage; 69 refused (also: this node id is taken on this host, or the address of
+--metrics is in use); 70 a bug; 75 drained; 78 a setting is wrong (do not retry).
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ from elastic.agent.processes import ZYGOTE_COMMAND, SpareCommand
 from elastic.core.config import AgentConfig, check_name
 from elastic.core.events.agent import ExitAgent, HealthChanged
 from elastic.core.facts import Node, NodeId
-from elastic.errors import CoordinatorUnreachable, ElasticError, Refused, UsageError, is_for_now
+from elastic.errors import (
+    CoordinatorUnreachable,
+    ElasticError,
+    Refused,
+    Unavailable,
+    UsageError,
+    is_for_now,
+)
 from elastic.runtime.access import find_access
 from elastic.runtime.access_options import tls_options, token_option
 from elastic.runtime.clock import Clock, SystemClock
@@ -268,7 +275,7 @@ main.add_command(doctor)
 
 def exit_code(error: ElasticError) -> int:
     """Return the exit code for an error that ended the agent."""
-    if is_for_now(error) or isinstance(error, (Refused, CoordinatorUnreachable)):
+    if is_for_now(error) or isinstance(error, (Refused, Unavailable)):
         return EXIT_REFUSED
     if isinstance(error, UsageError):
         return EXIT_CONFIG

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from elastic.agent.cli import check_host
-from elastic.errors import UsageError
+from elastic.agent.cli import EXIT_REFUSED, check_host, exit_code, open_metrics
+from elastic.errors import Unavailable, UsageError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -21,3 +23,9 @@ def test_an_address_that_this_machine_does_not_have_is_refused_by_name(host: str
         check_host(host)
     assert f"--host {host}: workers could not listen there (" in str(caught.value)
     assert "expected an address or name of this machine" in str(caught.value)
+
+
+def test_a_metrics_port_in_use_is_no_bug_of_ours() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(Unavailable) as caught:
+        open_metrics(str(other.getsockname()[1]))
+    assert exit_code(caught.value) == EXIT_REFUSED
