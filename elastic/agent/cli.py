@@ -245,8 +245,8 @@ def main(context: click.Context, /, **flags: object) -> None:
     """Run workers of this machine for a coordinator, until it is asked to leave.
 
     Every option can be set as ELASTIC_NAME in the environment as well, such as ELASTIC_COORD.
-    SIGTERM or SIGINT drains the node: its workers leave at a step boundary; a second one ends
-    it at once.
+    SIGTERM, SIGINT or SIGHUP drains the node: its workers leave at a step boundary; a second one,
+    but for SIGHUP, ends it at once.
     """
     given = Flags(**flags)  # type: ignore[arg-type]
     if context.invoked_subcommand is not None:
@@ -437,6 +437,8 @@ async def live(
         loop.add_reader(tether_fd, stopping.on_cut, tether_fd)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.on_signal, number.name)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it.
+        loop.add_signal_handler(signal.SIGHUP, stopping.on_hangup)
     async with anyio.create_task_group() as watching:
         watching.start_soon(watch_all, sources, stopping.on_notice)
         watch = HealthWatch(settings.folders, open_devices(settings.devices))
@@ -524,6 +526,11 @@ class ShutdownTrigger:
         timeout_s = 0.0 if self.came.is_set() else self._timeout_s
         self.came.set()
         self._leave(name, timeout_s)
+
+    def on_hangup(self) -> None:
+        """Drain, as the terminal is closed: shell and kernel may both say so, so one counts."""
+        if not self.came.is_set():
+            self.on_signal("SIGHUP")
 
     def _leave(self, reason: str, timeout_s: float) -> None:
         if self._driver is not None:

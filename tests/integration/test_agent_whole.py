@@ -215,6 +215,34 @@ async def test_sigterm_drains_and_a_second_one_ends_at_once(tmp_path: Path) -> N
     assert log == "never asked\n"
 
 
+async def test_a_closed_terminal_drains_the_node(tmp_path: Path) -> None:
+    async with node(tmp_path) as (coordinator, process):
+        process.send_signal(signal.SIGHUP)
+        notice = await coordinator.received.wait_for(DrainNotice)
+        assert notice.reason == "SIGHUP"
+        assert 29e9 < notice.timeout_ns <= 30e9
+        coordinator.say(Release("nothing left"))
+        assert await exit_code(process) == 75
+
+
+async def test_nohup_keeps_an_agent_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    log = tmp_path / "agent.log"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does: a child inherits it.
+    try:
+        process = launch(tmp_path, "--coord", f"127.0.0.1:{free_port()}")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        await wait_for_async(lambda: "coordinator_unreachable" in log.read_text())
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        assert await exit_code(process) == 75
+    finally:
+        process.kill()
+        process.wait()
+    assert "SIGHUP" not in log.read_text()
+
+
 async def test_a_released_agent_ends_as_drained(tmp_path: Path) -> None:
     async with node(tmp_path) as (coordinator, process):
         process.send_signal(signal.SIGINT)
