@@ -17,7 +17,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,13 +122,14 @@ def start_head(
     ready.unlink(missing_ok=True)
     address = f"{host}:{port}"
     started = StartedCluster(address, token_file)
-    started, process = _spawn(
-        started, "coordinator", "elastic.coord.cli", "serve", "--listen", f"{listen}:{port}",
-        "--advertise", address, "--store", store, "--ready-file", str(ready),
-        "--token-file", token_file,
-    )  # fmt: skip
-    _wait_until(started, process, ready.exists)
-    return _with_agent(started, node)
+    with _all_or_nothing():
+        started, process = _spawn(
+            started, "coordinator", "elastic.coord.cli", "serve", "--listen", f"{listen}:{port}",
+            "--advertise", address, "--store", store, "--ready-file", str(ready),
+            "--token-file", token_file,
+        )  # fmt: skip
+        _wait_until(started, process, ready.exists)
+        return _with_agent(started, node)
 
 
 def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluster:
@@ -139,7 +140,8 @@ def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluste
         Unavailable: it did not come up; its log is shown.
     """
     _check_none()
-    return _with_agent(StartedCluster(address, token_file), node)
+    with _all_or_nothing():
+        return _with_agent(StartedCluster(address, token_file), node)
 
 
 def stop_started(started: StartedCluster, *, force: bool = False) -> tuple[StartedDaemon, ...]:
@@ -180,6 +182,16 @@ def _check_none() -> None:
             raise UsageError(f"elastic start: cannot use {place}: {error}") from error
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
             raise UsageError(f"elastic start: {place} is not this user's alone; remove it")
+
+
+@contextlib.contextmanager
+def _all_or_nothing() -> Iterator[None]:
+    """End what was started if the block raises, also on Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        stop_started(find_started() or StartedCluster(""), force=True)
+        raise
 
 
 def _with_agent(started: StartedCluster, node: Sequence[str]) -> StartedCluster:
@@ -223,17 +235,20 @@ def _spawn(
 def _wait_until(
     started: StartedCluster, process: subprocess.Popen[bytes], is_there: Callable[[], bool]
 ) -> None:
-    """Wait until the last started part is ready; if it is not in time, end all of them."""
+    """Wait until the last started part is ready.
+
+    Raises:
+        Unavailable: it is not in time.
+        UsageError: it refused its flags.
+    """
     daemon = started.daemons[-1]
     until = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until and process.poll() is None:
         if is_there():
             return
         time.sleep(POLL_S)
-    text = last_words(Path(daemon.log))
-    stop_started(started, force=True)
     kind = UsageError if process.returncode in REFUSALS else Unavailable
-    raise kind(f"the {daemon.part} did not come up; {text}")
+    raise kind(f"the {daemon.part} did not come up; {last_words(Path(daemon.log))}")
 
 
 def node_flags(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from elastic.agent.cli import main as agent
 from elastic.client.embedded import NOT_FOR_US, ClusterConnection, stop_cluster
 from elastic.coord.cli import main as coordinator
+from elastic.storage.run_record import RunOwner
 from elastic.testing.local_cluster import is_running
 from tests.integration.small_coordinator import free_port
 from tests.patience import DEADLINE_S, wait_for
@@ -32,6 +34,12 @@ signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
 print("ready", flush=True)
 while True:
     signal.pause()
+"""
+HEEDS_CTRL_C = """
+import signal
+from elastic.client.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background has us ignore it.
+main()
 """
 
 
@@ -186,3 +194,22 @@ def test_a_machine_is_not_started_with_flags_that_a_daemon_refuses(
     assert done.returncode == 78, done.stderr
     assert says in done.stderr
     assert not list(tmp_path.glob("elastic-*/started/started.json"))
+
+
+def test_ctrl_c_while_a_head_starts_ends_what_was_started(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", HEEDS_CTRL_C, "start", "--head", "--num-cpus", "1")
+    where = ("--port", str(free_port()), "--node-ip-address", "127.0.0.1")
+    here = {**os.environ, "TMPDIR": str(tmp_path)}
+    starting = subprocess.Popen([*command, *where], env=here)
+    try:
+        record = tmp_path / f"elastic-{os.getuid()}" / "started" / "started.json"
+        wait_for(lambda: record.exists() and record.read_text().endswith("}"))
+        (daemon, *_) = json.loads(record.read_text())["daemons"]
+        os.kill(daemon["process"]["pid"], signal.SIGSTOP)  # So that it does not come up.
+        starting.send_signal(signal.SIGINT)
+        assert starting.wait(DEADLINE_S) == 130
+    finally:
+        starting.kill()
+        starting.wait()
+    assert not RunOwner(**daemon["process"]).is_other_and_alive()
+    assert not record.exists()
