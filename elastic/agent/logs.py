@@ -56,7 +56,7 @@ class LogFile:
     """
 
     def __init__(self, path: Path, limits: LogLimits) -> None:
-        """Set the path of the newest file; the first write opens it."""
+        """Set the path of the newest file; the first write opens it, unless `create` did."""
         self.path = path
         self.ended = False
         self.generation, self.rank = 0, -1
@@ -67,6 +67,11 @@ class LogFile:
         self._lost = 0
         self._refusal = ""
         self._watchers: list[asyncio.Event] = []
+
+    def create(self) -> None:
+        """Create the file, if possible: of a worker that prints nothing there is an empty log."""
+        with contextlib.suppress(OSError):
+            self._open()
 
     def write(self, data: bytes) -> None:
         """Append; bytes that cannot be written are counted, and noted in the file once possible."""
@@ -252,6 +257,7 @@ class Logs:
         target = LogFile(self.path_of(assign), self.limits)
         copy.switch(target)
         if copy.open:
+            target.create()
             self._live[assign.worker_id] = target
         self._make_room()
 

@@ -402,6 +402,15 @@ async def test_the_log_of_a_worker_from_before_is_still_found(tmp_path: Path) ->
     assert reader.text == "long ago\n"
 
 
+async def test_a_worker_that_printed_nothing_has_an_empty_log(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await node.work()
+    reader = Reader()
+    LogFollowers(Logs(tmp_path, "n1"), reader.send).handle(FollowLogs("f1", WORKER))
+    await reader.wait_end()
+    assert reader.text == ""
+
+
 @pytest.mark.parametrize("worker", ["n1/8", "n1", "../n1/7", "n1/../../7", ""])
 async def test_a_log_that_is_not_there_is_said_to_be_missing(tmp_path: Path, worker: str) -> None:
     async with running(tmp_path) as node:
