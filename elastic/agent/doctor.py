@@ -218,8 +218,9 @@ def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
         return [fail("address", str(error), "check the network and the name in --coord")]
     if not address:
         return [ok("address", "chosen by the route to the coordinator; none was named")]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.create_server((address, 0)) as server:
+        with socket.create_server((address, 0), family=family) as server:
             port = server.getsockname()[1]
     except OSError as error:
         fix = "name an address of this machine with --host, or leave it out"

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from elastic.agent import doctor as checks_of
+from elastic.agent.cli import check_host
 from elastic.agent.devices import Devices
 from elastic.agent.doctor import CheckLevel, judge_clock
+from elastic.errors import UsageError
 from elastic.runtime.worker_ports import ports_needed
 from elastic.testing.local_cluster import LocalCluster
 from elastic.worker.group.gloo_sockets import DROP_ALL, SO_ATTACH_FILTER
@@ -42,6 +44,17 @@ def doctor(tmp_path: Path, *args: str) -> tuple[int, dict[str, dict[str, Any]], 
     )  # fmt: skip
     checks = json.loads(done.stdout) if done.stdout.startswith("[") else []
     return done.returncode, {check["check"]: check for check in checks}, done.stderr
+
+
+def test_an_ipv6_address_of_this_machine_is_one_to_listen_on() -> None:
+    (found,) = checks_of.check_address("::1", ())
+    # Not each machine has IPv6, and an agent refuses the address exactly where it has not.
+    try:
+        check_host("::1")
+    except UsageError:
+        assert found.level is CheckLevel.FAIL
+    else:
+        assert found.level is CheckLevel.OK
 
 
 def test_a_machine_that_trains_is_fit_and_the_coordinator_lets_it_in(
