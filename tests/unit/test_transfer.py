@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,24 @@ import torch
 from torch import nn
 
 from elastic.errors import UsageError
+from elastic.worker.state.checksums import values_print
 from elastic.worker.state.packing import bytes_of, pack, tensors_of, unpack
 from elastic.worker.state.train_state import TrainState
 
 Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Holder:
+    """An object of the script's that is registered."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
 
 
 def sent(state: Any) -> Any:
@@ -63,9 +77,27 @@ def test_what_only_looks_like_a_container_arrives_as_the_plain_one() -> None:
     back = sent(state)
     assert back == {"order": {"b": 1, "a": 2}, "counts": {"a": 1}, "set": {1, 3}, "pair": (1, 2)}
     assert list(back["order"]) == ["b", "a"]
-    assert type(sent(np.float32(0.5))) is float
-    assert type(sent(np.int64(5))) is int
-    assert sent(np.bool_(True)) is True
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.1), np.float64(0.1), np.int64(5), np.bool_(True), np.str_("a")]
+)
+def test_a_scalar_of_numpys_arrives_as_one(value: Any) -> None:
+    """Sums of float32 differ from those of Python's; and ranks compare what they have."""
+    assert type(sent({"best": value})["best"]) is type(value)
+    assert sent(value) == value
+    assert values_print(value) == values_print(sent(value)) == values_print(value.item())
+
+
+def test_a_registered_counter_arrives_as_one() -> None:
+    ours, theirs = TrainState(), TrainState()
+    for state, counts in ((ours, Counter()), (theirs, Counter(a=2))):
+        state.register("counts", Holder(counts))
+    ours.put(sent(theirs.take()))
+    held = ours.registered["counts"]
+    assert isinstance(held, Holder)
+    held.value["b"] += 1
+    assert held.value == Counter(a=2, b=1)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ def values_print(value: Any) -> int:
         return zlib.crc32(repr(pairs).encode())
     if isinstance(value, (list, tuple)):
         return zlib.crc32(repr([values_print(one) for one in value]).encode())
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, (str, int, float, bool)):
         return zlib.crc32(repr(value).encode())
     return 0  # Whatever it is, its text may hold an address.

@@ -116,7 +116,7 @@ def _replaced(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
         return [kind, values]
     trace.append(None)
     if isinstance(value, np.generic) and isinstance(value.item(), PLAIN_SCALARS):
-        return ["value", value.item()]
+        return ["scalar", value.item(), value.dtype.str]
     if isinstance(value, bytes) and not value:
         return ["empty", None]  # Torch's loader refuses these alone, for how they are pickled.
     if value is None or isinstance(value, (*PLAIN, str)):
@@ -232,6 +232,8 @@ def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return tensors[content].numpy() if skeleton[4] else tensors[content]
     if kind == "dict":
         return {key: unpack(value, tensors) for key, value in content}
+    if kind == "scalar":  # Of NumPy's: it computes otherwise than Python's.
+        return np.dtype(skeleton[2]).type(content)
     if kind in ("value", "empty"):
         return content if kind == "value" else b""
     values = [unpack(value, tensors) for value in content]

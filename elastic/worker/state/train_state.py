@@ -262,7 +262,8 @@ class TrainState:
         self._late = given if self._is_late else None
         for name, one in state["registered"].items() if self._late is None else ():
             if own or name not in self.own:
-                self.registered[name].load_state_dict(one)
+                kept = mine["registered"][name]
+                self.registered[name].load_state_dict(_with_kinds_of(kept, one))
 
     @contextmanager
     def registered_later(self) -> Iterator[None]:
@@ -342,7 +343,7 @@ def _parts_with_extra(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _with_kinds_of(ours: Any, theirs: Any) -> Any:
     """Return a state that was received, in which dicts are of the kinds that they are here.
 
-    Schedulers keep a Counter, say, which travels as a plain dict.
+    Schedulers and scripts keep a Counter, say, which travels as a plain dict.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         kind = copy(ours)
