@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
@@ -127,6 +130,34 @@ def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
     assert [taken(loader)[3] for _ in range(2)] == [[1, 1], [0, 1]]
 
 
+class Drawing(Sampler[int]):
+    """Shuffles by a generator of its own, which is another one with each pass."""
+
+    def __init__(self, generator: Any) -> None:
+        self.drawn_by = generator
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        ids = list(range(10))
+        self.drawn_by.shuffle(ids)
+        return iter(ids)
+
+
+class Wrapping(Sampler[int]):
+    """Gives what another sampler gives."""
+
+    def __init__(self, inner: Sampler[int]) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+
 @pytest.mark.parametrize(
     ("make", "ids"),
     [
@@ -138,6 +169,10 @@ def test_a_sampler_may_be_longer_than_the_data_and_repeat_samples() -> None:
         (lambda: SequentialSampler(range(3)), {0, 1, 2}),
         (lambda: MySequence(DATA), set(range(10))),
         (lambda: DistributedSampler(DATA, 3, 1), set(range(10))),
+        (lambda: Drawing(np.random.default_rng(3)), set(range(10))),
+        (lambda: Drawing(np.random.RandomState(3)), set(range(10))),
+        (lambda: Drawing(random.Random(3)), set(range(10))),
+        (lambda: Wrapping(Drawing(random.Random(3))), set(range(10))),
     ],
 )
 def test_any_sampler_orders_an_epoch_alike_on_all_ranks_whenever_it_is_asked(

@@ -1,18 +1,21 @@
 """What order a sampler of the user's gives to an epoch: the same on every rank, whenever asked.
 
-Samplers draw from a generator of their own, from torch's, NumPy's or Python's. All of these are
-seeded for the epoch while one is asked, and are afterwards as they were.
+Samplers draw from generators in their attributes, or from torch's, NumPy's or Python's own. All of
+these are seeded for the epoch while one is asked, and are afterwards as they were.
 """
 
 from __future__ import annotations
 
+import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import Sampler
 
 from elastic.core.policy.seeds import derive
 from elastic.errors import UsageError
@@ -85,12 +88,34 @@ class SamplerOrders(OrderedSampler):
 @contextmanager
 def _seeded(seed: int, sampler: Any) -> Iterator[None]:
     """Have everything that a sampler may draw from seeded, and put back afterwards."""
-    found = getattr(sampler, "generator", None)
-    own = found if isinstance(found, torch.Generator) else torch.Generator()
-    theirs = own.get_state()
-    own.manual_seed(seed)
-    try:
+    with ExitStack() as afterwards:
+        for one in _generators_of(sampler):
+            _seed(one, seed, afterwards)
         with seeded(seed):
             yield
-    finally:
-        own.set_state(theirs)
+
+
+def _generators_of(sampler: Any) -> Iterator[Any]:
+    """Yield what a sampler, and samplers in it, keep in their attributes."""
+    for one in getattr(sampler, "__dict__", {}).values():
+        if isinstance(one, Sampler):
+            yield from _generators_of(one)
+        else:
+            yield one
+
+
+def _seed(generator: Any, seed: int, afterwards: ExitStack) -> None:
+    """Seed a generator of torch's, NumPy's or Python's; anything else is left alone."""
+    if isinstance(generator, torch.Generator):
+        afterwards.callback(generator.set_state, generator.get_state())
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        afterwards.callback(setattr, bits, "state", bits.state)
+        bits.state = type(bits)(seed).state  # type: ignore[call-arg]
+    elif isinstance(generator, np.random.RandomState):
+        afterwards.callback(generator.set_state, generator.get_state())
+        generator.seed(seed & 0xFFFFFFFF)
+    elif isinstance(generator, random.Random):
+        afterwards.callback(generator.setstate, generator.getstate())
+        generator.seed(seed)
