@@ -41,6 +41,21 @@ def test_a_function_with_two_arguments_is_refused() -> None:
         entry.load(function_entry(train))().run()
 
 
+def test_classes_of_the_drivers_script_are_pickled_by_name_in_a_worker() -> None:
+    script = """
+import pickle
+class Sample:
+    number = 7
+def train():
+    return pickle.loads(pickle.dumps(Sample())).number
+"""
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": "/nowhere/train.py"}
+    exec(script, names)
+    call = entry.load(function_entry(names["train"]))()
+    assert call.run() == 7
+    assert not hasattr(sys.modules["__main__"], "__file__")
+
+
 def test_what_cannot_be_pickled_is_refused_with_what_to_do() -> None:
     import threading
 

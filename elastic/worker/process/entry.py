@@ -177,9 +177,28 @@ def _function_call(entry: Entry) -> EntryCall:
     function, config, options = pickle.load(packed)
     if not callable(function):
         raise UsageError(f"the train function of {entry.target} is a {type(function).__name__}")
+    _show_as_main(function)
     if level := options.get("log_level"):
         logging.getLogger("elastic").setLevel(level)
     return EntryCall(lambda: call_with_config(function, config), config, options)
+
+
+def _show_as_main(function: Callable[..., Any]) -> None:
+    """Have what came of the driver's script in `__main__`, where pickle looks it up by name.
+
+    Processes of a DataLoader and of `multiprocessing`, and `torch.save` of a whole model, pickle
+    the script's classes and functions so.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    theirs = getattr(function, "__globals__", {})
+    if theirs.get("__name__") != RUN_NAME:
+        return
+    main = ModuleType(RUN_NAME)
+    vars(main).update(theirs)
+    if not Path(theirs.get("__file__", "")).is_file():
+        vars(main).pop("__file__", None)  # Processes that are spawned would run it.
+    sys.modules[RUN_NAME] = main
 
 
 def call_with_config(function: Callable[..., Any], config: Any) -> Any:
