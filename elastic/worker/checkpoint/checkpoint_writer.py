@@ -116,7 +116,7 @@ class CheckpointWriter:
     def refused(self) -> str:
         """Return why storage has not taken this group's last checkpoint, "" if it has.
 
-        Rank 0 knows it. Not if it was given up because the group changed.
+        Rank 0 knows it, of its own part and the whole. Not if it was given up for other reasons.
         """
         generation, reason = self._refused
         return reason if generation == self.generation else ""
@@ -221,7 +221,7 @@ class CheckpointWriter:
                 "is tried when it is due",
                 self._name(snapshot.name), time.monotonic() - began, str(error),
             )  # fmt: skip
-            if snapshot.rank == 0 and not isinstance(error, CheckpointAbandoned):
+            if snapshot.rank == 0 and isinstance(error, (StorageError, OSError)):
                 self._refused = (snapshot.generation, str(error))
             return PartFailure(snapshot.rank, snapshot.name, str(error))
         except Exception as error:

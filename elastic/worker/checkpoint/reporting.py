@@ -121,7 +121,6 @@ class Reporter:
     Attributes:
         reports_since: reports made after the newest checkpoint in this generation.
         has_left: the members agreed to leave this generation.
-        is_checkpoint_read: the script has asked for the newest checkpoint.
     """
 
     def __init__(
@@ -154,7 +153,6 @@ class Reporter:
         """
         self.reports_since = 0
         self.has_left = False
-        self.is_checkpoint_read = False
         self._origin = origin
         self._run = run
         self._votes = votes

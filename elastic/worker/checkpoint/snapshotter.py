@@ -91,6 +91,7 @@ class Snapshotter:
         arrival: whether the newest has come there, if that matters.
         newest: snapshot that this worker knows of; part of the run's state.
         lacks_newest: that one has come to nothing here.
+        must_end_stored: this group's loop is over, and its last state is for storage.
         is_settled_by_all: all members are known to have settled what their group took last.
         slots: where they lie in memory.
     """
@@ -105,7 +106,7 @@ class Snapshotter:
         self.plan, self.copies = SavingPlan(), SavingPlan()
         self.arrival = ReplicationProgress()
         self.newest = SnapshotId()
-        self.lacks_newest = False
+        self.lacks_newest = self.must_end_stored = False
         self.is_settled_by_all = True
         self.slots = SnapshotSlots(paths)
         self._writer, self._copier = writer, SnapshotCopier()
@@ -131,7 +132,7 @@ class Snapshotter:
             else replace(rank_info, local_rank=0, local_world_size=1)
         )
         self._served = 0  # An unserved request is sent again to the next group.
-        self.lacks_newest = False
+        self.lacks_newest = self.must_end_stored = False
         self.is_settled_by_all = True
         self.slots.enter()
         self.arrival.forget()  # What this group continues from stays until it has taken two.
@@ -463,7 +464,7 @@ class Snapshotter:
         """Wait until what was taken is durable, or given up.
 
         Raises:
-            StorageError: storage has refused the last one.
+            StorageError: storage has refused the last one, which is of the end of the run.
         """
         self.settle()
         writer = self._writer
@@ -477,7 +478,7 @@ class Snapshotter:
             )
             if not writer.finish(FINISH_S):
                 log.warning("checkpoint_left: storage has not taken it in %.0f s", FINISH_S)
-        if writer.refused:
+        if self.must_end_stored and writer.refused:
             raise StorageError(
                 f"the state at the end of the run could not be stored ({writer.refused}): make "
                 f"room, or mend the storage, and run it again under its name; it goes on from its "

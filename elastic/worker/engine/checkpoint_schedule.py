@@ -184,7 +184,7 @@ class CheckpointScheduler:
             the pass early, they have not.
         """
         snapshotter = self._snapshotter
-        self._is_stored = snapshotter.plan.is_on
+        self._is_stored = snapshotter.must_end_stored = snapshotter.plan.is_on
         self.is_due = (self._is_stored or holds) and not snapshotter.has_taken(self._run.steps)
         return self.is_due and not snapshotter.is_settled_by_all
 

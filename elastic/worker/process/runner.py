@@ -119,6 +119,7 @@ class _UserCall:
     Attributes:
         assignment: of its group, None before it joins one.
         exited: where it has ended itself without an error, "" if it has not.
+        is_through: user code has returned; what it has begun may be waited for still.
         is_ahead: it runs while its group-to-be trains, and has not asked for it.
         put_back: undoes what has it join a group when it needs one.
     """
@@ -129,6 +130,7 @@ class _UserCall:
     function: entry.EntryCall = field(default_factory=lambda: entry.EntryCall(lambda: None))
     engine: StepEngine | None = None
     exited: str = ""
+    is_through: bool = False
     is_ahead: bool = False
     put_back: Callable[[], None] = lambda: None
 
@@ -375,6 +377,7 @@ class Runner:
             result, call.exited = None, outcome.where_raised(end) or "its end"
         if call.engine is not None:
             call.engine.check_left()
+        call.is_through = True
         if storage is not None:
             storage.committer.finish(lambda: self._is_over(call.generation))
         setup.snapshotter.finish()
@@ -455,7 +458,7 @@ class Runner:
             outcome.is_group_broken(error)
             or self._mailboxes.was_aborted(generation)
             # Peers may have finished. Who has met no failed collective has an error of its own.
-            or self.has_failed(generation)
+            or (not call.is_through and self.has_failed(generation))
         )
         if is_broken:
             log.info("group_broken generation=%d error=%s", generation, failure.error_type)
