@@ -177,17 +177,22 @@ def _function_call(entry: Entry) -> EntryCall:
     function, config, options = pickle.load(packed)
     if not callable(function):
         raise UsageError(f"the train function of {entry.target} is a {type(function).__name__}")
-    _show_as_main(function)
     if level := options.get("log_level"):
         logging.getLogger("elastic").setLevel(level)
-    return EntryCall(lambda: call_with_config(function, config), config, options)
+
+    def run() -> Any:
+        _show_as_main(function)
+        return call_with_config(function, config)
+
+    return EntryCall(run, config, options)
 
 
 def _show_as_main(function: Callable[..., Any]) -> None:
     """Have what came of the driver's script in `__main__`, where pickle looks it up by name.
 
-    Processes of a DataLoader and of `multiprocessing`, and `torch.save` of a whole model, pickle
-    the script's classes and functions so.
+    Forked processes of a DataLoader and of `multiprocessing`, and `torch.save` of a whole model,
+    pickle the script's classes and functions so. It has no file: processes that are spawned would
+    run the script, which might submit the job once more.
     """
     while isinstance(function, partial):
         function = function.func
@@ -196,8 +201,7 @@ def _show_as_main(function: Callable[..., Any]) -> None:
         return
     main = ModuleType(RUN_NAME)
     vars(main).update(theirs)
-    if not Path(theirs.get("__file__", "")).is_file():
-        vars(main).pop("__file__", None)  # Processes that are spawned would run it.
+    vars(main).pop("__file__", None)
     sys.modules[RUN_NAME] = main
 
 
