@@ -89,6 +89,19 @@ def test_a_scalar_of_numpys_arrives_as_one(value: Any) -> None:
     assert values_print(value) == values_print(sent(value)) == values_print(value.item())
 
 
+def test_moments_and_dicts_that_cannot_be_changed_arrive_as_plain_values() -> None:
+    assert type(sent(np.datetime64(5, "ns"))) is int
+
+    class Fixed(dict[str, int]):
+        def clear(self) -> None:
+            raise TypeError("fixed")
+
+    state = TrainState()
+    state.register("counts", Holder(Fixed(a=1)))
+    state.put(sent(state.take()))
+    assert state.registered["counts"].state_dict() == {"value": {"a": 1}}
+
+
 def test_a_registered_counter_arrives_as_one() -> None:
     ours, theirs = TrainState(), TrainState()
     for state, counts in ((ours, Counter()), (theirs, Counter(a=2))):

@@ -116,7 +116,8 @@ def _replaced(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
         return [kind, values]
     trace.append(None)
     if isinstance(value, np.generic) and isinstance(value.item(), PLAIN_SCALARS):
-        return ["scalar", value.item(), value.dtype.str]
+        is_plain = value.dtype.kind in "biufcU"  # Not a moment, nor another package's.
+        return ["scalar" if is_plain else "value", value.item(), value.dtype.str]
     if isinstance(value, bytes) and not value:
         return ["empty", None]  # Torch's loader refuses these alone, for how they are pickled.
     if value is None or isinstance(value, (*PLAIN, str)):

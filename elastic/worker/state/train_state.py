@@ -346,9 +346,13 @@ def _with_kinds_of(ours: Any, theirs: Any) -> Any:
     Schedulers and scripts keep a Counter, say, which travels as a plain dict.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        kind = copy(ours)
-        kind.clear()
-        kind.update({name: _with_kinds_of(ours.get(name), one) for name, one in theirs.items()})
+        plain = {name: _with_kinds_of(ours.get(name), one) for name, one in theirs.items()}
+        try:
+            kind = copy(ours)
+            kind.clear()
+            kind.update(plain)
+        except Exception:  # A class of the script's that cannot be copied, or not changed.
+            return plain
         return kind
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         return [_with_kinds_of(*pair) for pair in zip(ours, theirs, strict=True)]
