@@ -97,11 +97,13 @@ def _seeded(seed: int, sampler: Any) -> Iterator[None]:
 
 def _generators_of(sampler: Any) -> Iterator[Any]:
     """Yield what a sampler, and samplers in it, keep in their attributes."""
-    for one in getattr(sampler, "__dict__", {}).values():
-        if isinstance(one, Sampler):
-            yield from _generators_of(one)
-        else:
-            yield one
+    samplers = [sampler]
+    for one in samplers:
+        yield getattr(one, "generator", None)  # Also of a class, or a property.
+        for value in getattr(one, "__dict__", {}).values():
+            if isinstance(value, Sampler) and all(value is not known for known in samplers):
+                samplers.append(value)
+            yield value
 
 
 def _seed(generator: Any, seed: int, afterwards: ExitStack) -> None:
@@ -116,6 +118,6 @@ def _seed(generator: Any, seed: int, afterwards: ExitStack) -> None:
     elif isinstance(generator, np.random.RandomState):
         afterwards.callback(generator.set_state, generator.get_state())
         generator.seed(seed & 0xFFFFFFFF)
-    elif isinstance(generator, random.Random):
+    elif isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
         afterwards.callback(generator.setstate, generator.getstate())
         generator.seed(seed)
