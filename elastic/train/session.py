@@ -281,10 +281,15 @@ def get_checkpoint() -> Checkpoint | None:
     Raises:
         UsageError: outside a train function.
     """
-    reporter = require_place("train.get_checkpoint").the_reporter()
-    reporter.is_checkpoint_read = True
-    path = reporter.newest_checkpoint
+    path = require_place("train.get_checkpoint").the_reporter().newest_checkpoint
+    _note_read()
     return Checkpoint(path) if path else _begins_from
+
+
+def _note_read() -> None:
+    engine = train_call.current_engine()
+    if engine is not None:
+        engine.is_checkpoint_read = True
 
 
 class CheckpointConsistencyMode(Enum):
@@ -321,6 +326,7 @@ def get_all_reported_checkpoints(
             f"train.get_all_reported_checkpoints: consistency_mode={consistency_mode!r}: expected "
             f"CheckpointConsistencyMode.COMMITTED or CheckpointConsistencyMode.VALIDATED"
         )
+    _note_read()
     if not context.run_path:
         return []
     run = RunDirectory(context.run_path)

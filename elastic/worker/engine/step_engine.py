@@ -163,6 +163,7 @@ class StepEngine:
         at_close: what is to be done at the end of the call.
         at_boundary: called before each iteration and before the end of an epoch, and where a step
             is dealt out anew: all state is of whole steps, and this worker's place is known.
+        is_checkpoint_read: the script has asked for a reported checkpoint.
     """
 
     def __init__(self, groups: GroupProvider, *, resume_state: ResumeState | None = None) -> None:
@@ -179,6 +180,7 @@ class StepEngine:
         self.options = EngineOptions()
         self.at_close = ExitStack()
         self.at_boundary: Callable[[], None] = lambda: None
+        self.is_checkpoint_read = False
         self._context: WorkerContext | None = None
         self._checkpoints = CheckpointScheduler(self.run)
         self._pending = PendingOptimizerSteps()
@@ -1054,7 +1056,7 @@ class StepEngine:
     def _warn_of_unread_checkpoint(self) -> None:
         """The run begins anew: say so if it was given a checkpoint that nothing was taken from."""
         reporter = self.context.reporter
-        if self.context.world_rank or reporter is None or reporter.is_checkpoint_read:
+        if self.context.world_rank or reporter is None or self.is_checkpoint_read:
             return
         if path := reporter.newest_checkpoint:
             log.warning(
