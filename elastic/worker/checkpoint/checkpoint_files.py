@@ -29,6 +29,7 @@ import torch
 from torch.utils.serialization import config as serialization
 
 from elastic.core.policy.shares import RowRange, TensorRows
+from elastic.errors import StorageError
 from elastic.storage.files import Files, OutputFile
 from elastic.storage.marker import StoredFile
 from elastic.worker.state.arena import SnapshotSlot, StateLayout
@@ -174,9 +175,10 @@ def write_note(files: Files, rank: int, part: PartFile) -> None:
     files.write(f"{part_name(rank)}.json", json.dumps(vars(part)).encode())
 
 
-def write_failure(files: Files, rank: int, reason: str) -> None:
+def write_failure(files: Files, rank: int, reason: str, *, is_refused: bool) -> None:
     """Write the note that a rank's share has failed; StorageError if it cannot be written."""
-    files.write(f"{part_name(rank)}{FAILED}", reason.encode())
+    text = json.dumps({"reason": reason, "is_refused": is_refused})
+    files.write(f"{part_name(rank)}{FAILED}", text.encode())
 
 
 class _Finder:
@@ -207,15 +209,17 @@ def read_parts(files: Files, world_size: int) -> tuple[list[PartFile], list[Stor
     """Return the parts of all ranks and the names of their notes; None while one is missing.
 
     Raises:
-        StorageError: storage cannot be read.
-        ValueError: a note is damaged, or a rank has reported that its part failed.
+        StorageError: storage cannot be read, or has refused a rank's part.
+        ValueError: a note is damaged, or a rank has given its part up.
     """
     wanted = [f"{part_name(rank)}.json" for rank in range(world_size)]
     found = set(files.list("part-*"))
     for rank in range(world_size):
         failed = f"{part_name(rank)}{FAILED}"
         if failed in found:
-            raise ValueError(f"rank {rank} could not write its part: {files.read(failed).decode()}")
+            note = json.loads(files.read(failed))
+            text = f"rank {rank} could not write its part: {note['reason']}"
+            raise StorageError(text) if note["is_refused"] else ValueError(text)
     if not set(wanted) <= found:
         return None
     notes = [files.read(name) for name in wanted]

@@ -71,11 +71,12 @@ SLOWEST_BYTES_S = 10e6
 
 @dataclass(frozen=True)
 class PartFailure:
-    """A part that will not come."""
+    """A part that will not come: storage has refused it, or it was given up for another reason."""
 
     rank: int
     name: str
     reason: str
+    is_refused: bool = False
 
 
 class CheckpointWriter:
@@ -116,7 +117,7 @@ class CheckpointWriter:
     def refused(self) -> str:
         """Return why storage has not taken this group's last checkpoint, "" if it has.
 
-        Rank 0 knows it, of its own part and the whole. Not if it was given up for other reasons.
+        Rank 0 knows it, of all parts. Not if it was given up for other reasons.
         """
         generation, reason = self._refused
         return reason if generation == self.generation else ""
@@ -221,9 +222,10 @@ class CheckpointWriter:
                 "is tried when it is due",
                 self._name(snapshot.name), time.monotonic() - began, str(error),
             )  # fmt: skip
-            if snapshot.rank == 0 and isinstance(error, (StorageError, OSError)):
+            is_refused = isinstance(error, (StorageError, OSError))
+            if snapshot.rank == 0 and is_refused:
                 self._refused = (snapshot.generation, str(error))
-            return PartFailure(snapshot.rank, snapshot.name, str(error))
+            return PartFailure(snapshot.rank, snapshot.name, str(error), is_refused)
         except Exception as error:
             log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
             return PartFailure(snapshot.rank, snapshot.name, str(error))
@@ -297,7 +299,7 @@ class CheckpointWriter:
         if failure.rank:
             try:
                 files = self._run.checkpoint(self._name(failure.name))
-                write_failure(files, failure.rank, failure.reason)
+                write_failure(files, failure.rank, failure.reason, is_refused=failure.is_refused)
             except StorageError:
                 return False
         return True
