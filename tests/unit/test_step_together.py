@@ -13,7 +13,7 @@ from elastic import train
 from elastic.core.policy.cursor import Cursor
 from elastic.errors import UsageError
 from elastic.worker.engine.logbook import Logbook
-from elastic.worker.engine.prepared_optimizers import scalers_know
+from elastic.worker.engine.prepared_optimizers import scalers_know, scalers_noted
 from elastic.worker.engine.train_call import current_engine
 from elastic.worker.reduce.step_metadata import StepMetadata, rates_print, read_rows
 from elastic.worker.state.train_state import TrainState
@@ -82,6 +82,23 @@ def test_a_scaler_that_a_newcomer_has_not_used_yet_begins_with_the_scale_of_the_
     with scalers_know(NoSteps(ours)):  # type: ignore[arg-type]
         assert fresh.scale(torch.ones(1)).item() == 512.0
     assert ours.take()["scalers"] == theirs.take()["scalers"]
+
+
+def test_a_newcomer_has_the_scales_of_the_run_before_it_uses_its_scalers() -> None:
+    def made(state: TrainState, *scales: float) -> list[torch.amp.GradScaler]:
+        with scalers_noted(state.note_scaler):
+            return [torch.amp.GradScaler("cpu", init_scale=scale) for scale in scales]
+
+    theirs, ours = TrainState(), TrainState()
+    used, mine = made(theirs, 64.0, 1024.0), [*made(ours, 8.0)[1:], *made(ours, 64.0, 1024.0)]
+    for state in (theirs, ours):
+        state.begin()  # The scaler that was replaced by another one is gone.
+    with scalers_know(NoSteps(theirs)):  # type: ignore[arg-type]
+        used[1].scale(torch.ones(1))
+    used[1].update(512.0)
+    ours.put(theirs.take())
+    assert [one.get_scale() for one in mine] == [64.0, 512.0]
+    assert [one.state_dict() for one in mine] == [one.state_dict() for one in used]
 
 
 def test_averages_since_the_last_report_go_on_from_a_checkpoint() -> None:

@@ -178,6 +178,24 @@ def adopt_scheduler(scheduler: Any, steps: EngineSteps) -> None:
 
 
 @contextmanager
+def scalers_noted(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call this with each `GradScaler` that is made, as soon as it is."""
+    cls = torch.amp.GradScaler
+    real = cls.__init__
+
+    @functools.wraps(real)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        real(self, *args, **named)
+        note(self)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.__init__ = real  # type: ignore[method-assign]
+
+
+@contextmanager
 def scalers_know(steps: EngineSteps) -> Iterator[None]:
     """Let every `GradScaler` leave prepared optimizers alone until their gradients are there.
 
@@ -192,7 +210,7 @@ def scalers_know(steps: EngineSteps) -> Iterator[None]:
 
     @functools.wraps(scale)
     def scale_(self: Any, outputs: Any) -> Any:
-        # Before its first use, so that it continues with the scale of the run.
+        # One that was not made in this call: it continues with the scale of the run.
         steps.add_scaler(self)
         return scale(self, outputs)
 

@@ -120,6 +120,7 @@ from elastic.worker.engine.prepared_optimizers import (
     data_waits,
     modules_know,
     scalers_know,
+    scalers_noted,
     unprepared_refused,
 )
 from elastic.worker.engine.recovery_modes import GroupProvider, ReenterRequested, ResumeState
@@ -192,6 +193,7 @@ class StepEngine:
         self._iteration = Iteration()
         self._machine = StepMachine()
         self.at_close.enter_context(checked(self._check_others_come, while_waiting=True))
+        self.at_close.enter_context(scalers_noted(self.state.note_scaler))
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Take what the user chose, from what is known of this call."""
@@ -265,7 +267,7 @@ class StepEngine:
         self.state.schedulers.append(scheduler)
 
     def add_scaler(self, scaler: Stateful) -> None:
-        """Let a scaler's state be part of the run's; known at its first use."""
+        """Let a scaler's state be part of the run's."""
         self.state.add_scaler(scaler)
 
     def register(self, name: str, thing: Stateful, *, is_own: bool = False) -> None:

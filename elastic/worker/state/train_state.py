@@ -6,6 +6,7 @@ keep the very tensors that they know. Everything else goes through `state_dict`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -57,6 +58,8 @@ class TrainState:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Stateful] = []
         self.scalers: list[Stateful] = []
+        # Scalers that were made before the loop; those that are gone when it begins do not count.
+        self._made_scalers: list[weakref.ref[Stateful]] = []
         self.registered: dict[str, Stateful] = {}
         # Names of registered objects that each rank may have otherwise.
         self.own: set[str] = set()
@@ -87,8 +90,15 @@ class TrainState:
         if is_own:
             self.own.add(name)
 
+    def note_scaler(self, scaler: Stateful) -> None:
+        """Note a scaler that was made; who joins may be asked for its scale before it is used."""
+        self._made_scalers.append(weakref.ref(scaler))
+
     def add_scaler(self, scaler: Stateful) -> None:
-        """Add a scaler, once; in the order of their first use, the same on all members."""
+        """Add a scaler, once: those of before the loop as they were made, others at first use.
+
+        That is the same order on all members.
+        """
         if not any(scaler is known for known in self.scalers):
             self.scalers.append(scaler)
             if self._unused_scalers:
@@ -96,6 +106,9 @@ class TrainState:
 
     def begin(self) -> dict[int, OptimizerUnit]:
         """The loop begins: return what each optimizer steps, and remember what trains."""
+        for made in self._made_scalers:
+            if (scaler := made()) is not None:
+                self.add_scaler(scaler)
         every = (p for one in self.optimizers for p in parameters_of(one))
         self._trained = {number: one for number, one in enumerate(every) if one.requires_grad}
         return self.units()
@@ -255,7 +268,7 @@ class TrainState:
             # Loaded tensors may be these themselves, which are loaded once more by `put_late`.
             _load(optimizer, deepcopy(theirs) if self._is_late else theirs)
         for kind in ("schedulers", "scalers"):
-            # Scalers are known from their first use on: there may be more than we have met.
+            # Of scalers there may be more than we have met: some are known from their first use on.
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
                 thing.load_state_dict(_with_kinds_of(thing.state_dict(), theirs))
         self._unused_scalers = state["scalers"][len(self.scalers) :]
