@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from elastic import train
 from elastic.core.policy.recovery import PassPosition
@@ -19,11 +20,15 @@ from elastic.worker.engine import step_engine
 from elastic.worker.engine.run_state import RunState
 from elastic.worker.engine.train_call import current_engine
 from tests.unit.engine_under_test import (
+    GLOBAL,
+    SAMPLES,
+    SIZE,
     STEPS,
     Loop,
     Pair,
     V,
     bits,
+    data,
     each,
     inside_a_run,
     inside_again,
@@ -109,6 +114,57 @@ def test_an_optimizer_that_needs_a_closure_computes_a_step_in_it() -> None:
 def test_an_optimizer_that_evaluates_its_closure_again_is_refused() -> None:
     with pytest.raises(UsageError, match=r"more than once.*use LBFGS\(max_iter=1\)"):
         step_in_closure(Loop.make(torch.optim.LBFGS))
+
+
+def test_an_optimizer_that_changes_weights_before_it_evaluates_its_closure_is_refused() -> None:
+    class Sharp(torch.optim.SGD):
+        """As SAM is usually written: a part of it before the closure, for the second time."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad)
+            closure()
+            super().step()
+
+    with pytest.raises(UsageError, match=r"before it evaluated its closure.*SAM, takes two steps"):
+        step_in_closure(Loop.make(Sharp))
+
+
+def test_sharpness_aware_minimization_as_it_is_documented_is_that_of_the_whole_batch() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/training-loop.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("## Sharpness-aware minimization")[1].split("```")[1][len("python") :], names)
+    plain, twin = network(), network()
+    model, dataset = prepare_model(plain), data()
+    optimizer = prepare_optimizer(names["SAM"](model.parameters(), lr=0.1, momentum=0.9))
+    sampler = names["Twice"](SequentialSampler(dataset), GLOBAL)
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_size=SIZE, sampler=sampler), global_batch_size=GLOBAL
+    )
+    for _ in train.epochs(1):
+        for _, x, y in loader:
+            square(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    by_hand = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for _, x, y in whole_batches()[: SAMPLES // GLOBAL]:
+        square(twin(x), y).backward()
+        moves = [0.05 * p.grad / nn.utils.get_total_norm(grads(twin)) for p in twin.parameters()]
+        before = copy.deepcopy(twin.state_dict())
+        with torch.no_grad():
+            for p, move in zip(twin.parameters(), moves, strict=True):
+                p.add_(move)
+        by_hand.zero_grad()
+        square(twin(x), y).backward()
+        twin.load_state_dict(before)
+        by_hand.step()
+        by_hand.zero_grad()
+    assert near(plain, twin)
+
+
+def grads(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
 
 
 def step_in_closure(loop: Loop) -> None:

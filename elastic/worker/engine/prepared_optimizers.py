@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.errors import UsageError
-from elastic.worker.engine.still_weights import StillWeights
+from elastic.worker.engine.still_weights import TWO_STEPS, StillWeights
 from elastic.worker.state.dtensor import dtensor_class
+from elastic.worker.state.pending_steps import parameters_of
 
 
 class EngineSteps(Protocol):
@@ -106,7 +107,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: EngineSteps) -> Non
         with torch.enable_grad():
             loss = closure()
         # Gradients are there now: what the optimizer asks for first is known.
-        steps.optimizer_step(self, functools.partial(real, _ComputedClosure(self, loss)))
+        steps.optimizer_step(self, lambda: real(_ComputedClosure(self, loss)))
         return loss
 
     # Torch's schedulers leave this mark on it, and warn where it is gone.
@@ -126,21 +127,30 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, steps: EngineSteps) -> Non
 
 
 class _ComputedClosure:
-    """A closure that was called already."""
+    """A closure that was called already, with the weights and gradients that there are now."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
         self._optimizer, self._loss, self._is_asked = optimizer, loss, False
+        self._computed_at = self._versions()
 
     def __call__(self) -> Any:
-        """Return the loss that it gave; UsageError if asked again, which is with other weights."""
+        """Return the loss that it gave; UsageError if asked again, or with other weights."""
+        name = type(self._optimizer).__name__
         if self._is_asked:
-            name = type(self._optimizer).__name__
             raise UsageError(
                 f"{name}.step(closure) evaluated its closure more than once, and a step of "
                 f"train.steps() is computed once: use {name}(max_iter=1), without line_search_fn"
             )
+        if self._versions() != self._computed_at:
+            raise UsageError(
+                f"{name}.step(closure) changed weights or gradients before it evaluated its "
+                f"closure, and a step of train.steps() is computed once, before that: {TWO_STEPS}"
+            )
         self._is_asked = True
         return self._loss
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(one._version, id(one.grad)) for one in parameters_of(self._optimizer)]
 
 
 def _bare(cls: Any) -> Any:

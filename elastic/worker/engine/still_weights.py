@@ -20,6 +20,10 @@ from torch import nn
 from elastic.errors import UsageError
 from elastic.worker.state.checksums import checksum_of, checksum_there, flat_bytes
 
+TWO_STEPS = (
+    "what needs gradients at two sets of weights, as SAM, takes two steps "
+    "(docs/how-to/training-loop.md)"
+)
 _VERSION: Any = torch.Tensor._version  # type: ignore[attr-defined]
 
 
@@ -64,7 +68,7 @@ class StillWeights:
                 f"{changed}: forward, or code before the step was complete, has changed weights, "
                 f"which happens as often as this rank has micro-batches: leave that to an "
                 f"optimizer that is prepared (prepare_optimizer), or change weights, and averages "
-                f"of them, where train.stepped() is true"
+                f"of them, where train.stepped() is true; {TWO_STEPS}"
             )
 
     def check_after(self) -> None:

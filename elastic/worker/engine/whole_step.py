@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from elastic.errors import UsageError
 from elastic.worker.data.streams import MicroBatches
 from elastic.worker.engine.run_state import RunState
+from elastic.worker.engine.still_weights import TWO_STEPS
 
 
 class StepComputer(Protocol):
@@ -91,7 +92,9 @@ class WholeStep:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches of the step; once."""
         if self._is_begun:
-            raise UsageError("the micro-batches of a step were read already; read them once")
+            raise UsageError(
+                f"the micro-batches of a step were read already; read them once: {TWO_STEPS}"
+            )
         self._is_begun = True
         for value in self._engine.compute(self._loader):
             yield self._moved(value)
