@@ -20,8 +20,10 @@ from elastic.train.torch import (
     prepare_optimizer,
     prepare_scheduler,
 )
+from elastic.worker.engine.loop_guard import LoopGuard
 from elastic.worker.engine.train_call import current_engine
 from elastic.worker.process.local import LocalRun, run_local
+from elastic.worker.state.train_state import TrainState
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
 
@@ -267,6 +269,23 @@ def test_a_registered_average_that_follows_iterations_is_refused() -> None:
 
     with pytest.raises(UsageError, match=r"registered average: changed in .* train\.stepped\(\)"):
         run(loop)
+
+
+@pytest.mark.parametrize("how", ["trains", "evaluates", "is prepared", "belongs to a model"])
+def test_a_registered_teacher_that_trains_is_refused_where_others_compute(how: str) -> None:
+    state, model = TrainState(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    teacher = model[1] if how == "belongs to a model" else copy.deepcopy(model)
+    state.models = [model, teacher] if how == "is prepared" else [model]
+    state.register("teacher", teacher.train(how != "evaluates"))
+    guard = LoopGuard(state, looks=False)
+    for is_shared in (False, True):
+        guard.begin_step()
+        teacher(torch.ones(3, 2))
+        if is_shared and how == "trains":
+            with pytest.raises(UsageError, match=r"^registered teacher, 1: .*prepare_model"):
+                guard.check_computed(is_shared=is_shared)
+        else:
+            guard.check_computed(is_shared=is_shared)
 
 
 @pytest.mark.parametrize("is_known", [False, True])

@@ -49,6 +49,9 @@ class LoopGuard:
         usage_errors.check_scheduled(state)
         # Modules replace sharded ones while they are gathered.
         self.still = StillWeights(() if state.is_sharded else state.named_weights())
+        # Of normalization layers in registered modules: their counters, and these as a step began.
+        self._counters = usage_errors.registered_counters(state)
+        self._counted: list[int] = []
         # Prints of the learning rates with which optimizers were asked to step, by their ids.
         self._rates: dict[int, int] = {}
         # This iteration has asked whether a step is done, or how many are.
@@ -61,6 +64,22 @@ class LoopGuard:
     def begin_step(self) -> None:
         self.still.begin()
         self._rates = {}
+        self._counted = self._counts()
+
+    def check_computed(self, *, is_shared: bool) -> None:
+        """Refuse a step in which forward, or the loop's body, has changed what is to stay.
+
+        Args:
+            is_shared: other ranks have computed a part of it, and it may be done again here.
+        """
+        self.still.check()
+        now = self._counts()
+        if is_shared and now != self._counted:
+            counted = zip(self._counters, now, self._counted, strict=True)
+            raise usage_errors.counted_in_forward(*(c for c, one, was in counted if one != was))
+
+    def _counts(self) -> list[int]:
+        return [one._version for one in self._counters.values()]
 
     def check_rates(
         self, optimizer: torch.optim.Optimizer, cursor: Cursor, units: Mapping[int, OptimizerUnit]

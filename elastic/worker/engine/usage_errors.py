@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from elastic.core.events.step import Refusal
 from elastic.core.policy.cursor import Cursor
@@ -171,6 +173,32 @@ def check_sync_norms(layers: Mapping[str, nn.SyncBatchNorm]) -> None:
                 f"BatchNorm with a larger batch_size of the loader; its running statistics are "
                 f"averaged over the whole step"
             )
+
+
+def registered_counters(state: TrainState) -> dict[str, torch.Tensor]:
+    """Return what counts how often normalization layers of registered modules have trained.
+
+    Their statistics change without a new version; those of prepared models are averaged.
+    """
+    prepared = {part for model in state.models for part in model.modules()}
+    found = {
+        f"registered {name}, {path or type(part).__name__}": part.num_batches_tracked
+        for name, thing in state.registered.items()
+        if isinstance(thing, nn.Module) and name not in state.own
+        for path, part in thing.named_modules()
+        if isinstance(part, _NormBase) and part not in prepared
+    }
+    return {name: one for name, one in found.items() if one is not None and not one.is_inference()}
+
+
+def counted_in_forward(name: str, *more: str) -> UsageError:
+    """Forward has changed statistics of a registered module, on each rank by what it has read."""
+    return UsageError(
+        f"{name}{f' and {len(more)} more' if more else ''}: forward in training mode has changed "
+        f"statistics of a registered module, on each rank by what it has read, and again in a step "
+        f"that is done again: write thing = prepare_model(thing) in place of train.register, so "
+        f"that they are averaged over the step, or call eval() on it"
+    )
 
 
 def not_stepped(cursor: Cursor) -> UsageError:
