@@ -56,6 +56,29 @@ def train():
     assert not hasattr(sys.modules["__main__"], "__file__")
 
 
+def test_processes_that_are_spawned_know_the_drivers_script_and_do_not_run_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("raise RuntimeError('a script without a guard')")
+    script = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+def square(number):
+    return number * number
+def in_another(function, number):
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, number).result()
+def in_its_child(number):
+    return in_another(square, number)
+def train():
+    return in_another(in_its_child, 3)
+"""
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(file)}
+    exec(script, names)
+    assert entry.load(function_entry(names["train"]))().run() == 9
+
+
 def test_what_cannot_be_pickled_is_refused_with_what_to_do() -> None:
     import threading
 

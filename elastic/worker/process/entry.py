@@ -18,10 +18,11 @@ import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import SourceFileLoader
+from multiprocessing import spawn
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -181,28 +182,77 @@ def _function_call(entry: Entry) -> EntryCall:
         logging.getLogger("elastic").setLevel(level)
 
     def run() -> Any:
-        _show_as_main(function)
-        return call_with_config(function, config)
+        theirs = _from_script(function)
+        if not theirs:
+            return call_with_config(function, config)
+        _show_as_main(theirs)
+        with _spawned_have_it(entry.payload):
+            return call_with_config(function, config)
 
     return EntryCall(run, config, options)
 
 
-def _show_as_main(function: Callable[..., Any]) -> None:
-    """Have what came of the driver's script in `__main__`, where pickle looks it up by name.
+def _from_script(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what came of the driver's script along with a function, nothing if it is a module's.
 
-    Forked processes of a DataLoader and of `multiprocessing`, and `torch.save` of a whole model,
-    pickle the script's classes and functions so. It has no file: processes that are spawned would
-    run the script, which might submit the job once more.
+    Its file is left out: processes that are spawned would run it, and so might submit the job once
+    more.
     """
     while isinstance(function, partial):
         function = function.func
     theirs = getattr(function, "__globals__", {})
     if theirs.get("__name__") != RUN_NAME:
-        return
+        return {}
+    return {name: one for name, one in theirs.items() if name != "__file__"}
+
+
+def _show_as_main(theirs: Mapping[str, Any]) -> None:
+    """Have what came of the driver's script in `__main__`, where pickle looks it up by name.
+
+    Processes of a DataLoader and of `multiprocessing`, and `torch.save` of a whole model, pickle
+    the script's classes and functions so.
+    """
     main = ModuleType(RUN_NAME)
     vars(main).update(theirs)
-    vars(main).pop("__file__", None)
     sys.modules[RUN_NAME] = main
+
+
+@contextmanager
+def _spawned_have_it(payload: bytes) -> Iterator[None]:
+    """Have the same in `__main__` of processes that are spawned, or come from a fork server.
+
+    There multiprocessing runs the file of `__main__`: it is given one that unpickles the payload.
+    """
+    real = spawn.get_preparation_data
+    with ExitStack() as files:
+
+        def memory(content: bytes) -> str:
+            file = files.enter_context(os.fdopen(os.memfd_create("elastic-main"), "wb"))
+            file.write(content)
+            file.flush()
+            return f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+        @cache
+        def script() -> str:
+            load = f"from {__name__} import script_names; globals().update(script_names(%r))"
+            return memory((load % memory(payload)).encode())
+
+        def preparation(name: str) -> dict[str, Any]:
+            return {**real(name), "init_main_from_path": script()}
+
+        spawn.get_preparation_data = preparation  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = real
+
+
+def script_names(path: str) -> dict[str, Any]:
+    """Return what came of the driver's script with the payload in a file."""
+    with open(path, "rb") as packed:
+        pickle.load(packed)  # Arguments: a process that is spawned has those of its parent.
+        function, *_ = pickle.load(packed)
+    return _from_script(function)
 
 
 def call_with_config(function: Callable[..., Any], config: Any) -> Any:
