@@ -9,6 +9,7 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -113,6 +114,24 @@ def taken() -> Iterator[tuple[ProcessGroups, Callable[[], None]]]:
     finally:
         groups.close()
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("named", "is_ours"),
+    [({}, True), ({"enable_reconfigure": False}, True), ({"enable_reconfigure": True}, False)],
+)
+def test_the_builders_of_all_torchs_get_our_device(named: dict[str, bool], is_ours: bool) -> None:
+    made = c10d.GlooBuilder(lambda *_, **__: False, lambda *_: True)
+    assert made("store", 0, 1, timeout=timedelta(seconds=1), **named) is is_ours
+
+
+def test_a_torch_that_builds_gloo_in_another_way_forms_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = c10d.GlooBuilder.__call__
+    monkeypatch.setattr(c10d.GlooBuilder, "__call__", lambda one, *args, **_: call(one, *args))
+    with taken() as (_, form), pytest.raises(GroupError, match=r"built its gloo .* install torch>"):
+        form()
 
 
 def test_torch_gets_its_own_functions_back() -> None:

@@ -250,9 +250,13 @@ class GlooBuilder:
         self._make = make
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Build a gloo backend, with our device if torch's builder asks in its usual way."""
+        """Build a gloo backend, with our device if torch's builder asks in its usual way.
+
+        Torch 2.15 also says, by a False, that the group takes no other members later.
+        """
         timeout = named.get("timeout")
-        if len(args) == 3 and set(named) == {"timeout"} and timeout is not None:
+        asked = {name for name, value in named.items() if value is not False}
+        if len(args) == 3 and asked == {"timeout"} and timeout is not None:
             return self._make(self._real, *args, timeout.total_seconds())
         return self._real(*args, **named)
 

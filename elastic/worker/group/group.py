@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from elastic.core.facts import NO_GENERATION
 from elastic.errors import ConfigError, GroupError, InvariantViolation
 from elastic.runtime.worker_ports import ANY_PORT, PortRange
+from elastic.worker.base.torch_names import TORCH_RANGE
 from elastic.worker.group import c10d, connections
 from elastic.worker.group.abortable_wait import AbortableWait
 from elastic.worker.group.background_saves import BackgroundSaves
@@ -317,6 +319,11 @@ class ProcessGroups:
                 rank=spec.rank,
                 world_size=spec.world_size,
                 timeout=timedelta(seconds=spec.timeout_s),
+            )
+        if "gloo" in spec.backend and resources.loop is None:
+            raise GroupError(
+                f"torch {torch.__version__} has built its gloo backend in another way than those "
+                f"before it, so that a broken group could not be aborted; install {TORCH_RANGE}"
             )
         resources.is_formed = True
 
