@@ -21,10 +21,10 @@ def test_every_private_name_is_there() -> None:
 
 
 def test_a_torch_outside_of_the_range_is_refused_unless_told() -> None:
-    for version in ("2.9.1", torch.__version__, "2.14.1+cu130", "2.14.0a0+gitabc"):
+    for version in ("2.9.1", torch.__version__, "2.15.0+cu130", "2.15.0a0+gitabc"):
         check_torch({}, version)
-    for version in ("2.8.0", "2.15.0", "3.0", "unknown"):
-        with pytest.raises(UsageError, match=r"torch>=2\.9,<2\.15"):
+    for version in ("2.8.0", "2.16.0", "3.0", "unknown"):
+        with pytest.raises(UsageError, match=r"torch>=2\.9,<2\.16"):
             check_torch({}, version)
         check_torch({ANY_TORCH: "1"}, version)
 

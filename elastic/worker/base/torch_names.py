@@ -21,7 +21,7 @@ from elastic.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-LOWEST, BELOW = (2, 9), (2, 15)
+LOWEST, BELOW = (2, 9), (2, 16)
 TORCH_RANGE = f"torch>={LOWEST[0]}.{LOWEST[1]},<{BELOW[0]}.{BELOW[1]}"
 ANY_TORCH = "ELASTIC_ANY_TORCH"
 """Set it to 1 to try a torch outside of the range."""
