@@ -102,7 +102,8 @@ class CheckpointWriter:
         # Names of ours that came to nothing since the last one was begun.
         self._given_up: list[str] = []
         self._stalls_at = math.inf
-        self._refused: tuple[int, str] = (NO_GENERATION, "")
+        # Generation and number of the newest that storage has taken or refused, and why not.
+        self._refused: tuple[tuple[int, int], str] = ((NO_GENERATION, 0), "")
         self._changed = threading.Condition()
 
     @property
@@ -117,9 +118,9 @@ class CheckpointWriter:
     def refused(self) -> str:
         """Return why storage has not taken this group's last checkpoint, "" if it has.
 
-        Rank 0 knows it, of all parts. Not if it was given up for other reasons.
+        Rank 0 knows it, of all parts and the marker. Not if it was given up for other reasons.
         """
-        generation, reason = self._refused
+        (generation, _), reason = self._refused
         return reason if generation == self.generation else ""
 
     # ------------------------------------------------------------------- any thread
@@ -224,7 +225,7 @@ class CheckpointWriter:
             )  # fmt: skip
             is_refused = isinstance(error, (StorageError, OSError))
             if snapshot.rank == 0 and is_refused:
-                self._refused = (snapshot.generation, str(error))
+                self._note_refused(snapshot, str(error))
             return PartFailure(snapshot.rank, snapshot.name, str(error), is_refused)
         except Exception as error:
             log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
@@ -236,9 +237,16 @@ class CheckpointWriter:
                 self._discard(snapshot)
                 self._end(snapshot)
             else:
-                self._refused = (NO_GENERATION, "")
+                self._note_refused(snapshot, "")
                 self._committer.put(written)
         return None
+
+    def _note_refused(self, snapshot: StateSnapshot, reason: str) -> None:
+        """Note why storage has refused a snapshot, "" if it has not; of the newest one counts."""
+        of = (snapshot.generation, snapshot.mark.number)
+        with self._changed:
+            if of >= self._refused[0]:
+                self._refused = (of, reason)
 
     def _discard(self, snapshot: StateSnapshot) -> None:
         """Delete what there is of a checkpoint that comes to nothing: the next one needs the room.
@@ -375,7 +383,11 @@ class CheckpointWriter:
         def saved_in(generation: int) -> CheckpointWritten:
             return CheckpointWritten(generation, index, metrics, path, snapshot.request)
 
-        return Commit(name, marker, saved_in, lambda commit: self._end(snapshot))
+        def ended(commit: Commit) -> None:
+            self._note_refused(snapshot, commit.error)
+            self._end(snapshot)
+
+        return Commit(name, marker, saved_in, ended)
 
 
 def _in_json(values: Mapping[str, Any]) -> dict[str, Any]:
