@@ -65,6 +65,17 @@ def test_a_run_whose_last_checkpoint_was_refused_has_not_ended_well(
     run.savers[0].finish()
 
 
+def test_a_rank_that_cannot_tell_of_its_refused_part_ends_the_run_itself(faults: Faults) -> None:
+    run = run_on(faults)
+    faults.add("full", on="write", match="*part-00001*")
+    run.save(wait=False)
+    run.savers[1].must_end_stored = True
+    with pytest.raises(StorageError, match="at the end of the run could not be stored"):
+        run.savers[1].finish()
+    faults.remove()
+    run.savers[0].finish()
+
+
 @pytest.mark.parametrize("match", ["*manifest*", "*_PREPARED*"])
 def test_a_full_disk_is_left_the_room_of_what_came_to_nothing(faults: Faults, match: str) -> None:
     """Else each attempt would leave less for the next one, and none would ever succeed."""

@@ -118,7 +118,8 @@ class CheckpointWriter:
     def refused(self) -> str:
         """Return why storage has not taken this group's last checkpoint, "" if it has.
 
-        Rank 0 knows it, of all parts and the marker. Not if it was given up for other reasons.
+        Rank 0 knows it of all parts and the marker, others of theirs: on a full disk they may be
+        unable to tell rank 0. Not if it was given up for other reasons.
         """
         (generation, _), reason = self._refused
         return reason if generation == self.generation else ""
@@ -224,12 +225,14 @@ class CheckpointWriter:
                 self._name(snapshot.name), time.monotonic() - began, str(error),
             )  # fmt: skip
             is_refused = isinstance(error, (StorageError, OSError))
-            if snapshot.rank == 0 and is_refused:
+            if is_refused:
                 self._note_refused(snapshot, str(error))
             return PartFailure(snapshot.rank, snapshot.name, str(error), is_refused)
         except Exception as error:
             log.exception("checkpoint_failed name=%s", self._name(snapshot.name))
             return PartFailure(snapshot.rank, snapshot.name, str(error))
+        else:
+            self._note_refused(snapshot, "")
         finally:
             with self._changed:
                 self._current, self._stalls_at = None, math.inf
@@ -237,7 +240,6 @@ class CheckpointWriter:
                 self._discard(snapshot)
                 self._end(snapshot)
             else:
-                self._note_refused(snapshot, "")
                 self._committer.put(written)
         return None
 
