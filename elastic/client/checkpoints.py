@@ -158,6 +158,8 @@ def _why_not(view: JobView) -> str:
     """Return the likely reason why a job takes no checkpoint."""
     if waits := waiting_line(view, SystemClock().monotonic_ns()):
         return waits
+    if refused := next((w.telemetry.unsaved for w in view.workers if w.telemetry.unsaved), ""):
+        return f"storage refuses it: {refused}"
     if not any(worker.report.in_place for worker in view.workers):
         return (
             "its train function is not in a loop over train.epochs() with prepared objects, which "

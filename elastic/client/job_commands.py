@@ -196,7 +196,11 @@ def stop(
             return
         if not (now or client.get(job_id).has_ended()):
             click.echo(f"job {job} stops once it is saved; at once: {at_once}", err=True)
-        view = follow(client, job_id, JobPrinter(ranks=None), timeout_s=timeout_s)
+        try:
+            view = follow(client, job_id, JobPrinter(ranks=None), timeout_s=timeout_s)
+        except KeyboardInterrupt:
+            click.echo(f"\ndetached: the stop of job {job} continues; at once: {at_once}", err=True)
+            raise
     record = view.record
     note_end(record.spec.run_path, job_id, record.phase, record.reason)
     if record.phase is JobPhase.STOPPED:

@@ -13,7 +13,7 @@ from elastic.client.polling import wait_until
 from elastic.client.terminal import ClusterTarget
 from elastic.client.text_format import trains_outside, workers
 from elastic.core.facts import JobPhase, NodeId, NodePhase
-from elastic.core.view import JobView, NodeView
+from elastic.core.view import NodeView
 from elastic.errors import Refused
 
 
@@ -30,8 +30,12 @@ def pause(target: ClusterTarget, job: str, wait: bool, timeout_s: float | None) 
     """
     with target.connect() as client:
         client.call_timeout_s = timeout_s
-        job_id = client.get(job).record.spec.job_id
+        view = client.get(job)
+        job_id = view.record.spec.job_id
         client.pause(job_id)
+        if wait and view.workers:
+            again = target.command("resume", job_id)
+            click.echo(f"job {job} pauses once it is saved; end the pause: {again}", err=True)
         if wait:
             _wait_until_paused(client, job_id, target, timeout_s)
     click.echo(
@@ -50,6 +54,7 @@ def _wait_until_paused(
         TimeoutError: it still holds some at the end of the time.
         Unavailable: see `wait_until`.
     """
+    again = target.command("resume", job_id)
 
     def check() -> str:
         view = client.get(job_id)
@@ -60,16 +65,11 @@ def _wait_until_paused(
             raise Refused(f"job {name} has ended meanwhile: {phase.value}")
         if not view.record.paused:
             raise Refused(f"job {name} was resumed meanwhile: {view.reason}")
-        return _pausing(view)
+        if phase is JobPhase.PAUSED:
+            return f"{workers(len(view.workers))} to end"
+        return f"job {name} {view.reason}"
 
-    again = target.command("resume", job_id)
     wait_until(client, check, timeout_s, f"the pause continues; end it: {again}")
-
-
-def _pausing(view: JobView) -> str:
-    if view.record.phase is JobPhase.PAUSED:
-        return f"{workers(len(view.workers))} to end"
-    return f"job {view.record.spec.name} {view.reason}"
 
 
 @click.command()

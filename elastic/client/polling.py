@@ -42,6 +42,20 @@ def wait_until(
         ElasticError: as `check` raises.
     """
     printer = JobPrinter(PlainConsole(stderr=True), ranks=None)
+    try:
+        _poll(client, check, timeout_s, goes_on, printer)
+    except KeyboardInterrupt:
+        printer.print_line(goes_on)
+        raise
+
+
+def _poll(
+    client: Client,
+    check: Callable[[], str],
+    timeout_s: float | None,
+    goes_on: str,
+    printer: JobPrinter,
+) -> None:
     started = reported_at = time.monotonic()
     away_since: float | None = None
     printed = text = ""

@@ -25,6 +25,7 @@ from elastic.client.plain import PlainConsole, plain, plain_output
 from elastic.client.text_format import (
     duration,
     ending_line,
+    leaving,
     metrics_line,
     missing,
     steps_again,
@@ -183,7 +184,7 @@ class JobPrinter:
         if record.generation > self._generation and record.phase is JobPhase.RUNNING:
             self._generation = record.generation
             self._print_group(world_size(view), record.group.reason if record.group else "")
-        state = (record.phase, missing(view))
+        state = (record.phase, missing(view), leaving(view))
         if state != self._reported:
             self._reported = state
             # Usually over soon: printed only if it is not.

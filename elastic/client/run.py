@@ -51,6 +51,7 @@ from elastic.client.torchrun import (
 )
 from elastic.core.config import JobSpec
 from elastic.core.facts import JobPhase, Node, NodePhase
+from elastic.core.view import JobView
 from elastic.errors import ElasticError, Unavailable, UsageError
 from elastic.storage.run_record import RunOwner
 
@@ -347,24 +348,30 @@ def _follow(client: Client, job: _Job, *, check: Callable[[], None] | None = Non
     except Unavailable:
         raise  # There is no coordinator to stop the job.
     except BaseException:  # For example an interrupt, or a file or pipe that cannot be written.
-        _stop(client, spec)
+        _print_going_on(job, _stop(client, spec))
         raise
     record = view.record
     note_end(spec.run_path, spec.job_id, record.phase, record.reason)
-    if record.phase is JobPhase.STOPPED:
-        named = "again" if job.is_named else f"with --name {spec.name}"
-        _notice(where_it_goes_on(view, f"the same command {named}"))
+    _print_going_on(job, view)
     if has_come:
         raise KeyboardInterrupt
     exit_as(view)
 
 
-def _stop(client: Client, spec: JobSpec) -> None:
-    """Stop a job at once, and wait for its workers for a limited time."""
+def _print_going_on(job: _Job, view: JobView | None) -> None:
+    if view is not None and view.record.phase is JobPhase.STOPPED:
+        named = "again" if job.is_named else f"with --name {job.spec.name}"
+        _notice(where_it_goes_on(view, f"the same command {named}"))
+
+
+def _stop(client: Client, spec: JobSpec) -> JobView | None:
+    """Stop a job at once, and wait for its workers for a limited time; None if that was over."""
     with contextlib.suppress(ElasticError, TimeoutError):
         client.stop(spec.job_id, "interrupted", now=True)
         view = follow(client, spec.job_id, JobPrinter(ranks=None), timeout_s=STOP_WAIT_S)
         note_end(spec.run_path, spec.job_id, view.record.phase, view.record.reason)
+        return view
+    return None
 
 
 @contextlib.contextmanager

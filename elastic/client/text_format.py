@@ -75,10 +75,17 @@ def missing(view: JobView) -> str:
     return ""
 
 
+def leaving(view: JobView) -> str:
+    """Return when a job that trains is going to stop or pause, "" if it is not."""
+    record = view.record
+    is_leaving = record.phase is JobPhase.RUNNING and (record.stopping or record.paused)
+    return view.reason if is_leaving else ""
+
+
 def waiting_line(view: JobView, now_ns: int) -> str:
     """Return "waits since 12.0 s: needs 1 more workers ...", "" if the job does not wait."""
     what = missing(view)
-    return f"waits since {duration(now_ns - view.since_ns)}: {what}" if what else ""
+    return f"waits since {duration(now_ns - view.since_ns)}: {what}" if what else leaving(view)
 
 
 def ending_line(view: JobView) -> str:

@@ -120,6 +120,8 @@ class Telemetry:
         num_epochs: that the loop does, 0 if not known.
         num_steps: of this epoch, 0 if not known.
         logged: JSON object of the newest averages of `train.log`; of rank 0, "" of the others.
+        unsaved: why storage has refused the rank's part of the group's newest automatic checkpoint,
+            or, of rank 0, any of it; "" if it has not.
     """
 
     steps: int = 0
@@ -138,6 +140,7 @@ class Telemetry:
     num_epochs: int = 0
     num_steps: int = 0
     logged: str = ""
+    unsaved: str = ""
 
     @property
     def position(self) -> tuple[int, int]:

@@ -427,8 +427,9 @@ class DataParallelTrainer:
             except Unavailable:
                 raise  # The job may still be running without this driver.
             except KeyboardInterrupt:
-                _stop(client, spec, "interrupted in its script")
-                raise KeyboardInterrupt(f"run {spec.name} was asked to stop") from None
+                stopped = _stop(client, spec, "interrupted in its script")
+                goes_on = f"; {self._going_on(stopped)}" if stopped is not None else ""
+                raise KeyboardInterrupt(f"run {spec.name} was asked to stop{goes_on}") from None
             except BaseException:
                 _stop(client, spec, "its script failed")
                 raise
@@ -865,11 +866,16 @@ def _checked(what: str, value: Config | None, kind: type[Config]) -> Config:
     return value
 
 
-def _stop(client: Client, spec: JobSpec, reason: str) -> None:
-    """Stop a job that is no longer followed; errors are dropped in favour of the original one."""
+def _stop(client: Client, spec: JobSpec, reason: str) -> JobView | None:
+    """Stop a job that is no longer followed, and return its state; None in place of errors.
+
+    Those are dropped in favour of the original one.
+    """
     with contextlib.suppress(ElasticError):
         client.stop(spec.job_id, reason, now=True)
         note_end(spec.run_path, spec.job_id, JobPhase.STOPPED, reason)
+        return client.get(spec.job_id)
+    return None
 
 
 def python_path() -> tuple[str, ...]:

@@ -10,16 +10,20 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.from_thread
 import pytest
 from click.testing import CliRunner
 
+from elastic.client import run
 from elastic.client.cli import main
+from elastic.client.job_follower import follow
 from elastic.client.jobs import Client
 from elastic.core.facts import Failure, JobPhase, NodePhase
 from elastic.core.messages import FollowLogs, LogLines, Release
+from elastic.core.view import JobView
 from elastic.errors import NotAuthorized
 from elastic.storage.marker import CheckpointMarker
 from elastic.storage.run_directory import RunDirectory
@@ -149,6 +153,24 @@ def test_interrupting_the_wait_leaves_the_job(
     assert "Traceback" not in errors.read_text()
     with Client(coordinator.address) as client:
         assert client.get("detached").record.phase is JobPhase.PENDING
+
+
+def test_who_interrupts_a_run_again_reads_from_where_it_goes_on(
+    coordinator: Coordinator, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts = [KeyboardInterrupt()]
+
+    def follow_late(*args: Any, **options: Any) -> JobView:
+        if interrupts:
+            raise interrupts.pop()
+        return follow(*args, **options)
+
+    monkeypatch.setattr(run, "follow", follow_late)
+    args = ("run", "--nproc-per-node", "1", "--name", "twice", "--storage-path", tmp_path, script)
+    done = elastic(coordinator, *args)
+    assert done.exit_code == 130, done.output
+    says = "it resumes from what its script has saved: the same command again"
+    assert done.stderr.splitlines()[-1] == f"elastic run: {says}"
 
 
 # ------------------------------------------------------------------------------------- the commands

@@ -307,13 +307,18 @@ class Coordinator:
         return Reported(replace(report, **fields))
 
     def steps(
-        self, worker: str, steps: int, first_ns: int = 0, place: tuple[int, int] = (0, 0)
+        self,
+        worker: str,
+        steps: int,
+        first_ns: int = 0,
+        place: tuple[int, int] = (0, 0),
+        unsaved: str = "",
     ) -> None:
-        """Let a worker tell how far it is, and at which epoch and step."""
+        """Let a worker tell how far it is, at which epoch and step, and what storage refuses."""
         generation = self.report_of(worker).generation
         progress = Progress(
             WorkerId(worker), generation, steps, first_ns,
-            telemetry=Telemetry(epoch=place[0], step=place[1]),
+            telemetry=Telemetry(epoch=place[0], step=place[1], unsaved=unsaved),
         )  # fmt: skip
         self.says(worker.partition("/")[0], progress)
 

@@ -208,6 +208,15 @@ def test_a_wait_that_lasts_is_said_again(piped: Piped, clock: HandClock) -> None
     ]
 
 
+def test_a_stop_that_lasts_says_what_it_waits_for(piped: Piped, clock: HandClock) -> None:
+    printer, about, _ = piped
+    view = job(JobPhase.RUNNING, "stops (enough) as soon as a checkpoint is written", size=1)
+    printer.job(replace(view, record=replace(view.record, stopping="enough")))
+    clock.now_ns += 2 * S
+    printer.tick()
+    assert said(about)[-1] == "job demo stops (enough) as soon as a checkpoint is written"
+
+
 def lose(
     printer: JobPrinter,
     clock: HandClock,

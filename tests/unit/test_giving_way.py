@@ -60,6 +60,20 @@ def test_a_first_checkpoint_that_comes_late_lets_it_give_way_at_once() -> None:
     assert coordinator.job("a").reason == f"gives way to {TO_B} at the next boundary"
 
 
+def test_a_stop_says_that_storage_refuses_the_checkpoint_it_waits_for() -> None:
+    coordinator = pair()
+    coordinator.stop("a", "enough")
+    waits = "stops (enough) as soon as a checkpoint is written"
+    assert coordinator.job("a").reason == waits
+    coordinator.steps("n1/1", 1, unsaved="disk full")
+    assert coordinator.job("a").reason == (
+        f"{waits}, and storage refuses it (disk full): make room, or mend the storage; it is tried "
+        f"again"
+    )
+    coordinator.steps("n1/1", 2)
+    assert coordinator.job("a").reason == waits
+
+
 def test_nobody_leaves_before_all_can_that_are_to_make_room() -> None:
     coordinator = pair()
     coordinator.submit("b", 2, priority=5)

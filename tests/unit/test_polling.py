@@ -58,6 +58,17 @@ def test_the_end_of_the_time_says_what_is_waited_for_and_what_goes_on() -> None:
         polling.wait_until(LONG, looking(AWAY), 1e-9, "the drain goes on")
 
 
+def test_whoever_interrupts_the_wait_reads_what_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        polling.wait_until(LONG, interrupted, None, "the drain goes on")
+    assert "the drain goes on" in capsys.readouterr().err
+
+
 def test_an_outage_that_is_too_long_ends_the_waiting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,7 +107,17 @@ def _save(cluster: ClusterState, job: JobState) -> None:
         job.release.pause_request = job.reports.save_request
         job.release.deadline_ns = cluster.now_ns + ns(cluster.config.preemption_deadline_s)
         timeouts.wake(job, job.release.deadline_ns)
-    job.reason = f"{_yields(job)} as soon as a checkpoint is written"
+    job.reason = f"{_yields(job)} as soon as a checkpoint is written{_unsaved(job)}"
+
+
+def _unsaved(job: JobState) -> str:
+    """Return why that takes long, as the end of a sentence; "" if storage takes what it gets."""
+    refused = next((w.telemetry.unsaved for w in job.present_members() if w.telemetry.unsaved), "")
+    if not refused:
+        return ""
+    return (
+        f", and storage refuses it ({refused}): make room, or mend the storage; it is tried again"
+    )
 
 
 def _leave(cluster: ClusterState, job: JobState) -> None:

@@ -174,6 +174,8 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
     job.ledger.add_report(worker.account, progress.spent, telemetry.position, cluster.now_ns)
     if progress.generation != job.generation:
         return
+    if bool(worker.telemetry.unsaved) != bool(telemetry.unsaved) and job.must_release_workers():
+        cluster.touch(job)  # What it waits for has changed.
     worker.steps, worker.telemetry = progress.steps, telemetry
     worker.measured_ns = cluster.now_ns
     if progress.steps and job.outcome.history.losses:

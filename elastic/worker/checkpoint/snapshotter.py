@@ -267,6 +267,11 @@ class Snapshotter:
         if gives_up:
             self.newest = self.newest._replace(number=self.newest.number - 1)
 
+    @property
+    def refused(self) -> str:
+        """Return why storage has refused this group's last one, "" if it has not."""
+        return self._writer.refused if self._writer is not None else ""
+
     # ------------------------------------------------------------------- taking
 
     def warm_up(self, state: Callable[[], Any]) -> None:
@@ -478,9 +483,9 @@ class Snapshotter:
             )
             if not writer.finish(FINISH_S):
                 log.warning("checkpoint_left: storage has not taken it in %.0f s", FINISH_S)
-        if self.must_end_stored and writer.refused:
+        if self.must_end_stored and self.refused:
             raise StorageError(
-                f"the state at the end of the run could not be stored ({writer.refused}): make "
+                f"the state at the end of the run could not be stored ({self.refused}): make "
                 f"room, or mend the storage, and run it again under its name; it goes on from its "
                 f"newest checkpoint"
             )

@@ -728,6 +728,7 @@ class StepEngine:
             num_epochs=self._epochs.total,
             num_steps=loader.steps_of(epoch) or 0 if loader is not None else 0,
             logged=self.run.logbook.latest_json() if rank == 0 else "",
+            unsaved=self.context.snapshotter.refused,
         )
 
     # ------------------------------------------------------------------- optimizer steps

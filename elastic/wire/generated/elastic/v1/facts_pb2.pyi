@@ -221,7 +221,7 @@ class Goodput(_message.Message):
     def __init__(self, productive_ns: _Optional[int] = ..., data_wait_ns: _Optional[int] = ..., straggler_wait_ns: _Optional[int] = ..., redone_ns: _Optional[int] = ..., reform_ns: _Optional[int] = ..., start_ns: _Optional[int] = ..., restore_ns: _Optional[int] = ..., checkpoint_stall_ns: _Optional[int] = ..., eval_ns: _Optional[int] = ..., user_ns: _Optional[int] = ..., drain_ns: _Optional[int] = ..., below_min_ns: _Optional[int] = ...) -> None: ...
 
 class Telemetry(_message.Message):
-    __slots__ = ("steps", "wall_ns", "data_wait_ns", "compute_ns", "exchange_ns", "straggler_wait_ns", "commit_ns", "bytes_sent", "samples", "tokens", "straggler", "epoch", "step", "num_epochs", "num_steps", "logged")
+    __slots__ = ("steps", "wall_ns", "data_wait_ns", "compute_ns", "exchange_ns", "straggler_wait_ns", "commit_ns", "bytes_sent", "samples", "tokens", "straggler", "epoch", "step", "num_epochs", "num_steps", "logged", "unsaved")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WALL_NS_FIELD_NUMBER: _ClassVar[int]
     DATA_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +238,7 @@ class Telemetry(_message.Message):
     NUM_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
+    UNSAVED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     wall_ns: int
     data_wait_ns: int
@@ -254,7 +255,8 @@ class Telemetry(_message.Message):
     num_epochs: int
     num_steps: int
     logged: str
-    def __init__(self, steps: _Optional[int] = ..., wall_ns: _Optional[int] = ..., data_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., exchange_ns: _Optional[int] = ..., straggler_wait_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., samples: _Optional[int] = ..., tokens: _Optional[int] = ..., straggler: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_epochs: _Optional[int] = ..., num_steps: _Optional[int] = ..., logged: _Optional[str] = ...) -> None: ...
+    unsaved: str
+    def __init__(self, steps: _Optional[int] = ..., wall_ns: _Optional[int] = ..., data_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., exchange_ns: _Optional[int] = ..., straggler_wait_ns: _Optional[int] = ..., commit_ns: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., samples: _Optional[int] = ..., tokens: _Optional[int] = ..., straggler: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_epochs: _Optional[int] = ..., num_steps: _Optional[int] = ..., logged: _Optional[str] = ..., unsaved: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("worker_id", "job_id", "phase", "generation", "store_address", "pid", "exit", "failure", "result", "in_place", "copies_every", "copies_sharded", "micro_batches", "left", "spent")
