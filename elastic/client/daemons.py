@@ -7,6 +7,7 @@ are set up with `elastic-coord serve` and `elastic-agent` directly.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import click
 
@@ -129,5 +130,5 @@ def stop_machine(*, force: bool) -> None:
         raise click.UsageError(
             "nothing that 'elastic start' started runs on this machine; name a JOB to stop one"
         )
-    for daemon in stop_started(started, force=force):
+    for daemon in stop_started(started, force=force, tell=partial(click.echo, err=True)):
         click.echo(f"{daemon.part} (pid {daemon.process.pid}) has ended", err=True)

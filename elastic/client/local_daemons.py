@@ -7,6 +7,7 @@ check that the processes are still alive, so an ended cluster is not used.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -14,11 +15,10 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,8 @@ RECORD = "started.json"
 STOP_TIMEOUT_S = 60.0
 """Longer than an agent's time for its workers to leave."""
 POLL_S = 0.05
+PRINTED_AFTER_S = 1.0
+"""An end that takes longer is printed; an agent without a coordinator is asked again."""
 ANYWHERE = "192.0.2.1"
 """An address that no network has, to which the default route leads."""
 REFUSALS = (2, 78)
@@ -69,6 +71,9 @@ class StartedCluster:
     def is_head(self) -> bool:
         return any(daemon.part == "coordinator" for daemon in self.daemons)
 
+    def runs(self, part: str) -> bool:
+        return any(daemon.part == part for daemon in self.alive())
+
     def alive(self) -> tuple[StartedDaemon, ...]:
         return tuple(d for d in self.daemons if d.process.is_other_and_alive())
 
@@ -98,7 +103,7 @@ def find_started() -> StartedCluster | None:
 def start_head(
     host: str, port: int, node: Sequence[str], *, token_file: str, store: str
 ) -> StartedCluster:
-    """Start a coordinator and the agent of this machine.
+    """Start a coordinator and the agent of this machine, or which of them is gone.
 
     Args:
         host: address of this machine for other nodes; on loopback they cannot reach it.
@@ -108,55 +113,82 @@ def start_head(
         store: of the coordinator.
 
     Raises:
-        UsageError: something was started here before, and still runs; or a part refuses its flags.
+        UsageError: both, or parts of another cluster, run here; or a part refuses its flags.
         Unavailable: a part did not come up; its log is shown.
     """
-    _check_none()
-    if not token_file:
-        token_file = str(folder() / "token")
-        fd = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_urlsafe(24))
-    listen = host if host.startswith("127.") else "0.0.0.0"  # With a token only.
-    ready = folder() / "coordinator.ready"
-    ready.unlink(missing_ok=True)
     address = f"{host}:{port}"
-    started = StartedCluster(address, token_file)
-    with _all_or_nothing():
-        started, process = _spawn(
-            started, "coordinator", "elastic.coord.cli", "serve", "--listen", f"{listen}:{port}",
-            "--advertise", address, "--store", store, "--ready-file", str(ready),
-            "--token-file", token_file,
-        )  # fmt: skip
-        _wait_until(started, process, ready.exists)
-        return _with_agent(started, node)
+    there = started = _what_is_left(("coordinator", "agent"), address, token_file)
+    if not started.token_file:
+        started = replace(started, token_file=_create_token())
+    with _all_or_nothing(there):
+        if not started.runs("coordinator"):
+            started = _with_coordinator(started, host, port, store)
+        if not started.runs("agent"):
+            started = _with_agent(started, node)
+    return started
 
 
 def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluster:
-    """Start an agent of this machine for a coordinator elsewhere.
+    """Start an agent of this machine for a coordinator elsewhere, or for one whose agent is gone.
 
     Raises:
-        UsageError: something was started here before, and still runs; or it refuses its flags.
+        UsageError: there is one, or a part of another cluster, here; or it refuses its flags.
         Unavailable: it did not come up; its log is shown.
     """
-    _check_none()
-    with _all_or_nothing():
-        return _with_agent(StartedCluster(address, token_file), node)
+    there = _what_is_left(("agent",), address, token_file)
+    with _all_or_nothing(there):
+        return _with_agent(there, node)
 
 
-def stop_started(started: StartedCluster, *, force: bool = False) -> tuple[StartedDaemon, ...]:
-    """End the daemons, the agent first: its workers leave at a boundary."""
+def stop_started(
+    started: StartedCluster, *, force: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> tuple[StartedDaemon, ...]:
+    """End the daemons, the agent first: its workers leave at a boundary.
+
+    An agent whose coordinator has ended does not wait for that, because nothing can be saved.
+
+    Args:
+        started: the cluster.
+        force: kill them.
+        tell: takes a line about what is waited for.
+    """
     gone = started.alive()
+    is_cut = started.is_head and not started.runs("coordinator")
     for daemon in reversed(gone):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(daemon.process.pid, signal.SIGKILL if force else signal.SIGTERM)
-        until = time.monotonic() + STOP_TIMEOUT_S
-        while daemon.process.is_other_and_alive():
-            if time.monotonic() > until:
-                os.kill(daemon.process.pid, signal.SIGKILL)
-            time.sleep(POLL_S)
+        _signal(daemon, signal.SIGKILL if force else signal.SIGTERM)
+        if not _has_ended(daemon, PRINTED_AFTER_S) and not force:
+            tell(_why_it_lasts(daemon, is_cut=is_cut))
+            if is_cut:
+                _signal(daemon, signal.SIGTERM)
+        if not _has_ended(daemon, STOP_TIMEOUT_S):
+            _signal(daemon, signal.SIGKILL)
+            _has_ended(daemon, STOP_TIMEOUT_S)
     (folder() / RECORD).unlink(missing_ok=True)
     return gone
+
+
+def _why_it_lasts(daemon: StartedDaemon, *, is_cut: bool) -> str:
+    who = f"{daemon.part} (pid {daemon.process.pid})"
+    if daemon.part != "agent":
+        return f"{who} ends"
+    if is_cut:
+        return f"{who} ends its workers unsaved: their coordinator is gone"
+    return f"{who} waits for its workers to leave at a step boundary; at once: elastic stop --now"
+
+
+def _signal(daemon: StartedDaemon, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(daemon.process.pid, number)
+
+
+def _has_ended(daemon: StartedDaemon, within_s: float) -> bool:
+    """Wait for the end of a process; return whether it came in time."""
+    until = time.monotonic() + within_s
+    while daemon.process.is_other_and_alive():
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def own_address() -> str:
@@ -167,13 +199,28 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
-def _check_none() -> None:
+def _what_is_left(parts: Collection[str], address: str, token_file: str) -> StartedCluster:
+    """Return the cluster that is to be started, with what there is of it already.
+
+    Raises:
+        UsageError: all of these parts run, or parts of another cluster; or there is no folder.
+    """
     there = find_started()
-    if there is not None:
-        parts = ", ".join(f"{d.part} (pid {d.process.pid})" for d in there.alive())
+    if there is None:
+        _make_folder()
+        return StartedCluster(address, token_file)
+    names = ", ".join(f"{d.part} (pid {d.process.pid})" for d in there.alive())
+    text = f"elastic start: {names} of {there.address} runs here already; 'elastic stop' ends it"
+    if all(map(there.runs, parts)):
+        raise UsageError(text)
+    if address != there.address or token_file not in ("", there.token_file):
         raise UsageError(
-            f"elastic start: {parts} of {there.address} runs here already; 'elastic stop' ends it"
+            f"{text}; with the same address and token, 'elastic start' starts what it lacks"
         )
+    return there
+
+
+def _make_folder() -> None:
     for place in (folder().parent, folder()):  # The first one is the agent's, too.
         try:
             place.mkdir(mode=0o700, exist_ok=True)
@@ -182,31 +229,63 @@ def _check_none() -> None:
             raise UsageError(f"elastic start: cannot use {place}: {error}") from error
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
             raise UsageError(f"elastic start: {place} is not this user's alone; remove it")
+    shutil.rmtree(_log_dir(), ignore_errors=True)
+
+
+def _log_dir() -> Path:
+    return folder() / "logs"
+
+
+def _create_token() -> str:
+    token_file = str(folder() / "token")
+    fd = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(secrets.token_urlsafe(24))
+    return token_file
 
 
 @contextlib.contextmanager
-def _all_or_nothing() -> Iterator[None]:
-    """End what was started if the block raises, also on Ctrl-C."""
+def _all_or_nothing(there: StartedCluster) -> Iterator[None]:
+    """End what was started if the block raises, also on Ctrl-C; not what was `there` before."""
     try:
         yield
     except BaseException:
-        stop_started(find_started() or StartedCluster(""), force=True)
+        found = find_started() or there
+        new = tuple(daemon for daemon in found.daemons if daemon not in there.daemons)
+        stop_started(replace(found, daemons=new), force=True)
+        if there.daemons:
+            _write(there)
         raise
+
+
+def _with_coordinator(started: StartedCluster, host: str, port: int, store: str) -> StartedCluster:
+    listen = host if host.startswith("127.") else "0.0.0.0"  # With a token only.
+    ready = folder() / "coordinator.ready"
+    ready.unlink(missing_ok=True)
+    flags = {
+        "--listen": f"{listen}:{port}",
+        "--advertise": started.address,
+        "--store": store,
+        "--ready-file": str(ready),
+        "--token-file": started.token_file,
+    }
+    return _spawn(started, "coordinator", ("elastic.coord.cli", "serve"), flags, (), ready.exists)
 
 
 def _with_agent(started: StartedCluster, node: Sequence[str]) -> StartedCluster:
     from elastic.client.jobs import Client  # Not needed by scripts that only search for a cluster.
 
-    access = ("--token-file", started.token_file) if started.token_file else ()
-    log_dir = folder() / "logs"
-    shutil.rmtree(log_dir, ignore_errors=True)
-    started, process = _spawn(
-        started, "agent", "elastic.agent.cli", "--coord", started.address, *access,
-        "--node-id", socket.gethostname(), "--log-dir", str(log_dir), *node,
-    )  # fmt: skip
+    flags = {
+        "--coord": started.address,
+        "--node-id": socket.gethostname(),
+        "--log-dir": str(_log_dir()),
+    }
+    if started.token_file:
+        flags["--token-file"] = started.token_file
     with Client(started.address, find_access(started.token_file)) as client:
-        _wait_until(started, process, lambda: _has_this_node(client))
-    return started
+        return _spawn(
+            started, "agent", ("elastic.agent.cli",), flags, node, lambda: _has_this_node(client)
+        )
 
 
 def _has_this_node(client: Client) -> bool:
@@ -219,36 +298,41 @@ def _has_this_node(client: Client) -> bool:
 
 
 def _spawn(
-    started: StartedCluster, part: str, *command: str
-) -> tuple[StartedCluster, subprocess.Popen[bytes]]:
-    path = folder() / f"{part}.log"
-    process = start_daemon(path, *command)
-    daemon = StartedDaemon(part, RunOwner.of(process.pid), str(path))
-    started = StartedCluster(started.address, started.token_file, (*started.daemons, daemon))
-    record = folder() / RECORD
-    fd = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump(asdict(started), file)
-    return started, process
-
-
-def _wait_until(
-    started: StartedCluster, process: subprocess.Popen[bytes], is_there: Callable[[], bool]
-) -> None:
-    """Wait until the last started part is ready.
+    started: StartedCluster,
+    part: str,
+    command: Sequence[str],
+    flags: Mapping[str, str],
+    more: Sequence[str],
+    is_there: Callable[[], bool],
+) -> StartedCluster:
+    """Start a part, and wait until it is ready.
 
     Raises:
         Unavailable: it is not in time.
         UsageError: it refused its flags.
     """
-    daemon = started.daemons[-1]
+    path = folder() / f"{part}.log"
+    process = start_daemon(path, *command, *itertools.chain(*flags.items()), *more)
+    daemon = StartedDaemon(part, RunOwner.of(process.pid), str(path))
+    others = [one for one in started.daemons if one.part != part]
+    # The coordinator is first, also where it was started again.
+    daemons = sorted((*others, daemon), key=lambda one: one.part != "coordinator")
+    started = replace(started, daemons=tuple(daemons))
+    _write(started)
     until = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until and process.poll() is None:
         if is_there():
-            return
+            return started
         time.sleep(POLL_S)
     kind = UsageError if process.returncode in REFUSALS else Unavailable
-    raise kind(f"the {daemon.part} did not come up; {last_words(Path(daemon.log))}")
+    raise kind(f"the {part} did not come up; {last_words(path)}")
+
+
+def _write(started: StartedCluster) -> None:
+    record = folder() / RECORD
+    fd = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump(asdict(started), file)
 
 
 def node_flags(

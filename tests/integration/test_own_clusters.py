@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic.agent.cli import main as agent
+from elastic.client import local_daemons
 from elastic.client.embedded import NOT_FOR_US, ClusterConnection, stop_cluster
+from elastic.client.local_daemons import StartedCluster, StartedDaemon, stop_started
 from elastic.coord.cli import main as coordinator
 from elastic.storage.run_record import RunOwner
 from elastic.testing.local_cluster import is_running
@@ -31,6 +35,18 @@ with LocalCluster(nodes=1, spares=1, directory=sys.argv[1]) as cluster:
 DEAF = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+DRAINS = """
+import signal
+
+def drain(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("told", flush=True)
+
+signal.signal(signal.SIGTERM, drain)
 print("ready", flush=True)
 while True:
     signal.pause()
@@ -167,6 +183,14 @@ def test_a_machine_that_was_started_is_found_by_whoever_names_none(tmp_path: Pat
     said = run(*started, "--node-ip-address", "127.0.0.1")
     try:
         assert "3/3" in run(*command, "status")
+        (record,) = tmp_path.glob("elastic-*/started/started.json")
+        killed = [one["process"]["pid"] for one in json.loads(record.read_text())["daemons"]]
+        os.kill(killed[0], signal.SIGKILL)
+        assert run(*started, "--node-ip-address", "127.0.0.1") == said
+        now = [one["process"]["pid"] for one in json.loads(record.read_text())["daemons"]]
+        assert now[0] != killed[0]
+        assert now[1:] == killed[1:]
+        wait_for(lambda: "3/3" in run(*command, "status"), "the agent to come back")
         address = said.split()[1]
         script = "import elastic; print(elastic.init('auto').address)"
         assert run("-c", script).strip() == address
@@ -194,6 +218,29 @@ def test_a_machine_is_not_started_with_flags_that_a_daemon_refuses(
     assert done.returncode == 78, done.stderr
     assert says in done.stderr
     assert not list(tmp_path.glob("elastic-*/started/started.json"))
+
+
+def test_an_agent_whose_coordinator_is_gone_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local_daemons, "PRINTED_AFTER_S", 0)
+    drains = subprocess.Popen([sys.executable, "-c", DRAINS], stdout=subprocess.PIPE, text=True)
+    assert drains.stdout is not None
+    with drains.stdout as said:
+        assert said.readline() == "ready\n"
+        gone = replace(RunOwner.this_process(), began=1)
+        node = StartedDaemon("agent", RunOwner.of(drains.pid), "")
+        told = []
+
+        def tell(line: str) -> None:
+            told.append(line)
+            assert said.readline() == "told\n"
+
+        cluster = StartedCluster("", "", (StartedDaemon("coordinator", gone, ""), node))
+        assert stop_started(cluster, tell=tell) == (node,)
+    assert drains.wait(DEADLINE_S) == -signal.SIGTERM
+    assert told == [f"agent (pid {drains.pid}) ends its workers unsaved: their coordinator is gone"]
 
 
 def test_ctrl_c_while_a_head_starts_ends_what_was_started(tmp_path: Path) -> None:
