@@ -293,8 +293,8 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         if self.num_spares < 0:
-            raise ConfigError(f"agent: num_spares={self.num_spares}: expected >= 0")
+            raise ConfigError(f"--spares {self.num_spares}: expected a number of at least 0")
         if not 0 <= self.drain_timeout_s < float("inf"):
             raise ConfigError(
-                f"agent: drain_timeout_s={self.drain_timeout_s}: expected a finite number >= 0"
+                f"--drain-timeout {self.drain_timeout_s}: expected seconds, 0 or more and finite"
             )

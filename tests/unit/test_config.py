@@ -138,9 +138,9 @@ def test_the_coordinator_takes_some_time_for_an_answer_and_between_two_attempts(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_spares": -1}, "num_spares=-1: expected >= 0"),
+        ({"num_spares": -1}, "^--spares -1: expected"),
         *[
-            ({"drain_timeout_s": value}, f"drain_timeout_s={value}: expected")
+            ({"drain_timeout_s": value}, f"^--drain-timeout {value}: expected")
             for value in NO_DURATIONS
         ],
     ],
@@ -148,9 +148,8 @@ def test_the_coordinator_takes_some_time_for_an_answer_and_between_two_attempts(
 def test_an_agents_configuration_that_cannot_work_is_refused_by_value(
     changes: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says) as refused:
+    with pytest.raises(ConfigError, match=says):
         AgentConfig(**changes)
-    assert str(refused.value).startswith("agent: ")
 
 
 def test_the_defaults_are_taken() -> None:
