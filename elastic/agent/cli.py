@@ -65,6 +65,7 @@ from elastic.runtime.clock import Clock, SystemClock
 from elastic.runtime.descriptors import raise_limit
 from elastic.runtime.eventlog import quoted
 from elastic.runtime.leaving import run_process
+from elastic.runtime.listening import try_listen
 from elastic.runtime.logging_thread import set_up_logging
 from elastic.runtime.ready import wait_address
 from elastic.runtime.rpc import parse_endpoint, parse_endpoints
@@ -324,21 +325,19 @@ def open_metrics(text: str) -> FiguresServer | None:
 
 
 def check_host(host: str) -> None:
-    """Bind this address as workers will, before one fails there in a job's name.
+    """Listen on this address as workers will, before one fails there in a job's name.
 
     Raises:
-        UsageError: this machine does not have it.
+        UsageError: this machine does not have it, or it is a wildcard.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
+        try_listen(host)
     except (OSError, UnicodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else "") or error
         raise UsageError(
-            f"--host {host}: workers could not listen there ({why}); expected an address or name "
-            f"of this machine that the other nodes reach: pass one, or leave it out for that of "
-            f"the route to the coordinator"
+            f"--host {host}: workers could not be reached there ({why}); expected an address or "
+            f"name of this machine that the other nodes reach: pass one, or leave it out for that "
+            f"of the route to the coordinator"
         ) from error
 
 

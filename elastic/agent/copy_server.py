@@ -66,8 +66,8 @@ class CopyServer:
         self.address = ""
         try:
             found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            family, _, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
-            listener = listen_within(ports, (str(where[0]), 0), family=family, backlog=BACKLOG)
+            *_, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+            listener = listen_within(ports, str(where[0]), backlog=BACKLOG)
         except OSError as error:
             log.warning("no_copies_here host=%s error=%r", host, f"{error}; {remedy(error)}")
             return

@@ -39,6 +39,7 @@ from elastic.core.facts import host_of
 from elastic.core.messages import PROTOCOL
 from elastic.errors import ConfigError, CoordinatorUnreachable, ElasticError
 from elastic.runtime.access import TLS_FLAGS, Access, find_access
+from elastic.runtime.listening import family_of, try_listen
 from elastic.runtime.rpc import is_loopback, parse_endpoints
 from elastic.runtime.stream import open_stream
 from elastic.runtime.worker_ports import FLAG, PortRange, ports_needed
@@ -218,13 +219,12 @@ def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
         return [fail("address", str(error), "check the network and the name in --coord")]
     if not address:
         return [ok("address", "chosen by the route to the coordinator; none was named")]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.create_server((address, 0), family=family) as server:
-            port = server.getsockname()[1]
-    except OSError as error:
+        port = try_listen(address)
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else "") or error
         fix = "name an address of this machine with --host, or leave it out"
-        return [fail("address", f"{address}: {error.strerror or error}", fix)]
+        return [fail("address", f"{address}: {why}", fix)]
     is_local = is_loopback(address)
     is_far = any(not is_loopback(host_of(endpoint)) for endpoint in endpoints)
     if is_local and is_far:
@@ -246,10 +246,9 @@ def check_ports(flags: Mapping[str, str], devices: Devices) -> list[Check]:
     if not ports:
         return [ok(FLAG, "any port of net.ipv4.ip_local_port_range; none was named")]
     taken = []
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in sorted(ports):
         try:
-            socket.create_server((host, port), family=family).close()
+            socket.create_server((host, port), family=family_of(host)).close()
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 # Of the address, which has a check of its own, or of all ports alike.

@@ -109,8 +109,7 @@ class FeederServer:
         self._batches = BatchServer()
         self.packages = versions()
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
+        listener = listen_within(ports, host, backlog=BACKLOG)
         self.address = format_endpoint(host, listener.getsockname()[1])
         self._server = SecretServer(
             listener,

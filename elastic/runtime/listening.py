@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import logging
 import socket
 import time
@@ -35,13 +37,32 @@ class AcceptErrors:
         return NO_ROOM_S
 
 
+def family_of(host: str) -> int:
+    """Return the family of an address; that of a name is IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def try_listen(host: str) -> int:
+    """Listen on a free port of this address for a moment, as workers will; return the port.
+
+    Raises:
+        OSError: this machine does not have the address, or nobody could connect to it.
+        UnicodeError: it is no name.
+    """
+    with socket.create_server((host, 0), family=family_of(host)) as server:
+        address, port = server.getsockname()[:2]
+    if ipaddress.ip_address(address).is_unspecified:
+        raise OSError(errno.EADDRNOTAVAIL, "it stands for all addresses of a machine, and is none")
+    return int(port)
+
+
 def bind(host: str, port: int, what: str, remedy: str) -> socket.socket:
     """Return a bound TCP socket that does not listen yet; port 0 is a free one.
 
     Raises:
         Unavailable: the address cannot be bound.
     """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound = socket.socket(family_of(host))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError
+from elastic.runtime.listening import family_of
 
 VARIABLE = "ELASTIC_WORKER_PORTS"
 FLAG = "--worker-ports"
@@ -78,15 +79,12 @@ def ports_needed(num_workers: int) -> int:
     return PORTS_OF_A_WORKER * num_workers + 1
 
 
-def listen_within(
-    ports: PortRange, where: tuple[str, int], *, family: int, backlog: int
-) -> socket.socket:
+def listen_within(ports: PortRange, host: str, *, backlog: int) -> socket.socket:
     """Return a socket that listens at this address, on a free port of the range.
 
     Args:
         ports: the range.
-        where: host and port; the port is ignored.
-        family: of the address.
+        host: the address.
         backlog: connections that may wait for `accept`.
 
     Raises:
@@ -95,7 +93,7 @@ def listen_within(
     for port in ports:
         try:
             # Two that bind the same port at once both may, and only one of them then listens.
-            return socket.create_server((where[0], port), family=family, backlog=backlog)
+            return socket.create_server((host, port), family=family_of(host), backlog=backlog)
         except OSError as error:
             if not ports or error.errno != errno.EADDRINUSE:
                 raise

@@ -17,12 +17,13 @@ def test_an_address_of_this_machine_is_taken(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["203.0.113.1", "2001:db8::1", "nowhere.invalid", "a..b", "[127.0.0.1]"]
+    "host",
+    ["203.0.113.1", "2001:db8::1", "nowhere.invalid", "a..b", "[127.0.0.1]", "0.0.0.0", "::"],
 )
 def test_an_address_that_this_machine_does_not_have_is_refused_by_name(host: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_host(host)
-    assert f"--host {host}: workers could not listen there (" in str(caught.value)
+    assert f"--host {host}: workers could not be reached there (" in str(caught.value)
     assert "expected an address or name of this machine" in str(caught.value)
 
 

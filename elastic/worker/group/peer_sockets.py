@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.errors import GroupBroken
+from elastic.runtime.listening import family_of
 from elastic.runtime.worker_ports import ANY_PORT, PortRange, listen_within
 from elastic.worker.group import connections
 
@@ -138,9 +139,8 @@ class PeerSockets:
         Raises:
             OSError: this machine does not have the address, or no port of the range is free.
         """
-        family, _, _, _, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
-        host = str(where[0])
-        self._listener = listen_within(reach.ports, (host, 0), family=family, backlog=BACKLOG)
+        *_, where = socket.getaddrinfo(reach.host, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = listen_within(reach.ports, str(where[0]), backlog=BACKLOG)
         address, port = self._listener.getsockname()[:2]
         self.endpoint = PeerEndpoint(str(address).partition("%")[0], port, secrets.token_bytes(16))
         self.received_bytes = 0
@@ -197,7 +197,7 @@ class PeerSockets:
         Begun under the lock: `shutdown` has no effect on a socket that has not begun to connect,
         which would then wait for a member that is gone.
         """
-        sock = socket.socket(socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET)
+        sock = socket.socket(family_of(endpoint.address))
         sock.setblocking(False)
         with self._lock:
             self._socks.append(sock)

@@ -104,9 +104,8 @@ class StoreServer:
 
     def __init__(self, host: str, ports: PortRange = ANY_PORT) -> None:
         """Listen on a free port of this address; GroupError if this machine does not have it."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
+            self._listener = listen_within(ports, host, backlog=BACKLOG)
         except OSError as error:
             raise GroupError(
                 f"the rendezvous store cannot listen on {host}: {error}; {remedy(error)}"

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -125,9 +124,8 @@ def _open_store(host: str, ports: PortRange) -> dist.TCPStore:
     Raises:
         GroupError: this machine does not have the address, or no port of the range is free.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = listen_within(ports, (host, 0), family=family, backlog=BACKLOG)
+        listener = listen_within(ports, host, backlog=BACKLOG)
     except OSError as error:
         raise GroupError(
             f"a store for programs cannot listen on {host}: {error}; {remedy(error)}"
