@@ -7,6 +7,7 @@ log, and is not shown. Nothing else is omitted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from elastic.core.broken import reports_of_broken
 from elastic.wire.codec_jobs import LogChunk
 
 TRACEBACK = "Traceback (most recent call last):"
+HELD = re.compile(rf'{re.escape(TRACEBACK)}|^  File ".+", line \d+$', re.MULTILINE)
+"""Where a traceback begins; that of a syntax error in the script itself has no headline."""
 LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 """Lines between the tracebacks of a chain, which counts as one traceback here."""
 HOLD_S = 3.0
@@ -82,10 +85,10 @@ class LineCutter:
         if not self.holds_tracebacks:
             return self._shown(output, text)
         text = without_noticed(text)
-        start = text.find(TRACEBACK)
-        if start < 0 or len(text) - start > HELD_CHARS_MAX:
+        found = HELD.search(text)
+        if found is None or len(text) - found.start() > HELD_CHARS_MAX:
             return self._shown(output, text)
-        start = text.rfind("\n", 0, start) + 1  # It may follow "[rank0]: ".
+        start = text.rfind("\n", 0, found.start()) + 1  # It may follow "[rank0]: ".
         if not was_held:
             output.held_since_ns = now_ns
         output.held = text[start:]

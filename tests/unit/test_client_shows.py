@@ -388,10 +388,14 @@ def test_output_of_one_worker_is_left_as_it_is() -> None:
 STORY = f'{TRACEBACK}\n  File "train.py", line 1\nValueError: no\n'
 
 
-def test_the_traceback_that_ended_the_job_is_left_to_who_reports_the_end() -> None:
+SYNTAX = '  File "train.py", line 2\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
+
+
+@pytest.mark.parametrize("story", [STORY, SYNTAX])
+def test_the_traceback_that_ended_the_job_is_left_to_who_reports_the_end(story: str) -> None:
     lines = LineCutter(shows_prefix=False)
-    shown = lines.take(chunk(f"step 7\n{STORY}\n"), 0) + lines.take(chunk("exit 1\n"), S)
-    assert shown + lines.flush(STORY) == "step 7\nexit 1\n"
+    shown = lines.take(chunk(f"step 7\n{story}\n"), 0) + lines.take(chunk("exit 1\n"), S)
+    assert shown + lines.flush(story) == "step 7\nexit 1\n"
 
 
 def test_any_other_traceback_is_shown_a_moment_later() -> None:
