@@ -81,6 +81,8 @@ def verify(path: str, output: str) -> None:
     Holds each file against size and checksum in the commit marker. Exits 0 if all is as it was
     written, 1 if something is damaged, 2 if there is no such thing. No coordinator is asked.
     """
+    if not path:  # Which Files takes for the folder that one is in.
+        raise click.UsageError("PATH is empty; expected that of a checkpoint or of a run directory")
     verdicts = [verify_one(one) for one in checkpoints_at(path)]
     if output == "json":
         print_json([_verdict_as_dict(one) for one in verdicts])

@@ -47,6 +47,7 @@ def test_what_is_not_there_exits_2(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "does not exist; give the path of" in done.stderr
     assert elastic("verify", tmp_path).exit_code == 2
+    assert "PATH is empty" in elastic("verify", "").stderr
 
 
 @pytest.mark.parametrize("there", ["checkpoints", "run.json"])
