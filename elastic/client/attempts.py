@@ -250,7 +250,7 @@ def _make_directory(run_path: str) -> bool:
         raise StorageError(
             f"run directory {run_path} cannot be made ({reason_of(error)}): choose a storage path "
             f"with room that this machine reaches and you may write to"
-        ) from error
+        ) from None  # Its reason is in the text; the frames of a client fill screens.
     return is_there
 
 

@@ -140,6 +140,7 @@ def test_any_error_of_a_storages_own_client_is_ours() -> None:
     with pytest.raises(StorageError, match=says) as refused, attempt(there):
         pass
     assert exit_code(refused.value) == EXIT_CONFIG
+    assert refused.value.__suppress_context__  # The frames of a client fill screens.
 
 
 def test_without_a_reported_checkpoint_it_says_what_there_is(tmp_path: Path) -> None:
