@@ -25,6 +25,7 @@ from elastic.client.values import parse_amounts
 from elastic.runtime.worker_ports import FLAG
 
 DEFAULT_PORT = 7070
+_tell = partial(click.echo, err=True)
 
 
 @click.command()
@@ -94,12 +95,17 @@ def start(
     if head:
         host = node_ip_address or own_address()
         started = start_head(
-            host, port, [*node, "--host", host], token_file=token_file, store=store
+            host,
+            port,
+            [*node, "--host", host],
+            token_file=token_file,
+            store=store,
+            tell=_tell,
         )
     else:
         if node_ip_address:
             node += ["--host", node_ip_address]
-        started = join(address, node, token_file=token_file)
+        started = join(address, node, token_file=token_file, tell=_tell)
     _print_started(started)
 
 
@@ -130,5 +136,5 @@ def stop_machine(*, force: bool) -> None:
         raise click.UsageError(
             "nothing that 'elastic start' started runs on this machine; name a JOB to stop one"
         )
-    for daemon in stop_started(started, force=force, tell=partial(click.echo, err=True)):
+    for daemon in stop_started(started, force=force, tell=_tell):
         click.echo(f"{daemon.part} (pid {daemon.process.pid}) has ended", err=True)

@@ -43,6 +43,8 @@ ANYWHERE = "192.0.2.1"
 REFUSALS = (2, 78)
 """Exit codes of a daemon that does not take its command line: trying again is no use."""
 
+Teller = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class StartedDaemon:
@@ -101,7 +103,7 @@ def find_started() -> StartedCluster | None:
 
 
 def start_head(
-    host: str, port: int, node: Sequence[str], *, token_file: str, store: str
+    host: str, port: int, node: Sequence[str], *, token_file: str, store: str, tell: Teller
 ) -> StartedCluster:
     """Start a coordinator and the agent of this machine, or which of them is gone.
 
@@ -111,6 +113,7 @@ def start_head(
         node: flags of the agent: its resources.
         token_file: of the join token, "" to create one.
         store: of the coordinator.
+        tell: takes a line about what is waited for.
 
     Raises:
         UsageError: both, or parts of another cluster, run here; or a part refuses its flags.
@@ -124,12 +127,14 @@ def start_head(
         if not started.runs("coordinator"):
             started = _with_coordinator(started, host, port, store)
         if not started.runs("agent"):
-            started = _with_agent(started, node)
+            started = _with_agent(started, node, tell)
     return started
 
 
-def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluster:
+def join(address: str, node: Sequence[str], *, token_file: str, tell: Teller) -> StartedCluster:
     """Start an agent of this machine for a coordinator elsewhere, or for one whose agent is gone.
+
+    `tell` takes a line about what is waited for.
 
     Raises:
         UsageError: there is one, or a part of another cluster, here; or it refuses its flags.
@@ -137,11 +142,11 @@ def join(address: str, node: Sequence[str], *, token_file: str) -> StartedCluste
     """
     there = _what_is_left(("agent",), address, token_file)
     with _all_or_nothing(there):
-        return _with_agent(there, node)
+        return _with_agent(there, node, tell)
 
 
 def stop_started(
-    started: StartedCluster, *, force: bool = False, tell: Callable[[str], None] = lambda _: None
+    started: StartedCluster, *, force: bool = False, tell: Teller = lambda _: None
 ) -> tuple[StartedDaemon, ...]:
     """End the daemons, the agent first: its workers leave at a boundary.
 
@@ -272,7 +277,7 @@ def _with_coordinator(started: StartedCluster, host: str, port: int, store: str)
     return _spawn(started, "coordinator", ("elastic.coord.cli", "serve"), flags, (), ready.exists)
 
 
-def _with_agent(started: StartedCluster, node: Sequence[str]) -> StartedCluster:
+def _with_agent(started: StartedCluster, node: Sequence[str], tell: Teller) -> StartedCluster:
     from elastic.client.jobs import Client  # Not needed by scripts that only search for a cluster.
 
     flags = {
@@ -282,18 +287,24 @@ def _with_agent(started: StartedCluster, node: Sequence[str]) -> StartedCluster:
     }
     if started.token_file:
         flags["--token-file"] = started.token_file
+    is_printed = False
     with Client(started.address, find_access(started.token_file)) as client:
-        return _spawn(
-            started, "agent", ("elastic.agent.cli",), flags, node, lambda: _has_this_node(client)
-        )
+
+        def is_there() -> bool:
+            nonlocal is_printed
+            try:
+                return _has_this_node(client)
+            except Unavailable as error:
+                if not is_printed:
+                    tell(f"waits {START_TIMEOUT_S:g} s at most: {error}")
+                is_printed = True
+                return False
+
+        return _spawn(started, "agent", ("elastic.agent.cli",), flags, node, is_there)
 
 
 def _has_this_node(client: Client) -> bool:
-    name = socket.gethostname()
-    try:
-        nodes = client.status().view.nodes
-    except Unavailable:
-        return False
+    name, nodes = socket.gethostname(), client.status().view.nodes
     return any(n.node.node_id == name and n.phase is NodePhase.READY for n in nodes)
 
 

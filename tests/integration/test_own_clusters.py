@@ -260,3 +260,26 @@ def test_ctrl_c_while_a_head_starts_ends_what_was_started(tmp_path: Path) -> Non
         starting.wait()
     assert not RunOwner(**daemon["process"]).is_other_and_alive()
     assert not record.exists()
+
+
+def test_who_joins_a_coordinator_that_is_not_there_reads_what_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    joining = subprocess.Popen(
+        [sys.executable, "-c", HEEDS_CTRL_C, "start", "--address", where],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert joining.stderr is not None
+    with joining.stderr as told:
+        try:
+            says = f"waits 60 s at most: no coordinator answers at {where}"
+            assert told.readline().startswith(says)
+            joining.send_signal(signal.SIGINT)
+            assert joining.wait(DEADLINE_S) == 130
+        finally:
+            joining.kill()
+            joining.wait()
+    assert not list(tmp_path.glob("elastic-*/started/started.json"))
