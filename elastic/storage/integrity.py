@@ -27,7 +27,11 @@ def read_marker(checkpoint: Files) -> CheckpointMarker | None:
         DamagedCheckpoint: the marker is torn or changed, or the checkpoint was found damaged
             before.
     """
-    text = checkpoint.read_if_there(MARKER)
+    return _marker_of(checkpoint, checkpoint.read_if_there(MARKER))
+
+
+def _marker_of(checkpoint: Files, text: bytes | None) -> CheckpointMarker | None:
+    """Return the marker with this text; see `read_marker`."""
     if text is None:
         if checkpoint.exists(DAMAGED):
             reason = checkpoint.read(DAMAGED).decode(errors="replace")
@@ -72,7 +76,7 @@ def find_damage(run: RunDirectory, name: str) -> str:
     checkpoint = run.checkpoint(name)
     text = checkpoint.read_if_there(MARKER)
     try:
-        marker = read_marker(checkpoint)
+        marker = _marker_of(checkpoint, text)
         if marker is None:
             raise StorageError(f"checkpoint {checkpoint.path} has no marker {MARKER}")
         verify(checkpoint, marker)
