@@ -116,8 +116,9 @@ def _replaced(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
         return [kind, values]
     trace.append(None)
     if isinstance(value, np.generic) and isinstance(value.item(), PLAIN_SCALARS):
-        is_plain = value.dtype.kind in "biufcU"  # Not a moment, nor another package's.
-        return ["scalar" if is_plain else "value", value.item(), value.dtype.str]
+        if value.dtype.kind in "biufcU":  # Not a moment, nor another package's.
+            return ["scalar", value.item(), value.dtype.str]
+        return ["value", value.item()]
     if isinstance(value, bytes) and not value:
         return ["empty", None]  # Torch's loader refuses these alone, for how they are pickled.
     if value is None or isinstance(value, (*PLAIN, str)):
