@@ -25,7 +25,7 @@ from elastic.client.values import parse_amounts
 from elastic.runtime.worker_ports import FLAG
 
 DEFAULT_PORT = 7070
-_tell = partial(click.echo, err=True)
+_print_line = partial(click.echo, err=True)
 
 
 @click.command()
@@ -100,12 +100,12 @@ def start(
             [*node, "--host", host],
             token_file=token_file,
             store=store,
-            tell=_tell,
+            print_line=_print_line,
         )
     else:
         if node_ip_address:
             node += ["--host", node_ip_address]
-        started = join(address, node, token_file=token_file, tell=_tell)
+        started = join(address, node, token_file=token_file, print_line=_print_line)
     _print_started(started)
 
 
@@ -136,5 +136,5 @@ def stop_machine(*, force: bool) -> None:
         raise click.UsageError(
             "nothing that 'elastic start' started runs on this machine; name a JOB to stop one"
         )
-    for daemon in stop_started(started, force=force, tell=_tell):
+    for daemon in stop_started(started, force=force, print_line=_print_line):
         click.echo(f"{daemon.part} (pid {daemon.process.pid}) has ended", err=True)

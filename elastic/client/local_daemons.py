@@ -43,7 +43,7 @@ ANYWHERE = "192.0.2.1"
 REFUSALS = (2, 78)
 """Exit codes of a daemon that does not take its command line: trying again is no use."""
 
-Teller = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def find_started() -> StartedCluster | None:
 
 
 def start_head(
-    host: str, port: int, node: Sequence[str], *, token_file: str, store: str, tell: Teller
+    host: str, port: int, node: Sequence[str], *, token_file: str, store: str, print_line: PrintLine
 ) -> StartedCluster:
     """Start a coordinator and the agent of this machine, or which of them is gone.
 
@@ -113,7 +113,7 @@ def start_head(
         node: flags of the agent: its resources.
         token_file: of the join token, "" to create one.
         store: of the coordinator.
-        tell: takes a line about what is waited for.
+        print_line: takes a line about what is waited for.
 
     Raises:
         UsageError: both, or parts of another cluster, run here; or a part refuses its flags.
@@ -127,14 +127,16 @@ def start_head(
         if not started.runs("coordinator"):
             started = _with_coordinator(started, host, port, store)
         if not started.runs("agent"):
-            started = _with_agent(started, node, tell)
+            started = _with_agent(started, node, print_line)
     return started
 
 
-def join(address: str, node: Sequence[str], *, token_file: str, tell: Teller) -> StartedCluster:
+def join(
+    address: str, node: Sequence[str], *, token_file: str, print_line: PrintLine
+) -> StartedCluster:
     """Start an agent of this machine for a coordinator elsewhere, or for one whose agent is gone.
 
-    `tell` takes a line about what is waited for.
+    `print_line` takes a line about what is waited for.
 
     Raises:
         UsageError: there is one, or a part of another cluster, here; or it refuses its flags.
@@ -142,11 +144,11 @@ def join(address: str, node: Sequence[str], *, token_file: str, tell: Teller) ->
     """
     there = _what_is_left(("agent",), address, token_file)
     with _all_or_nothing(there):
-        return _with_agent(there, node, tell)
+        return _with_agent(there, node, print_line)
 
 
 def stop_started(
-    started: StartedCluster, *, force: bool = False, tell: Teller = lambda _: None
+    started: StartedCluster, *, force: bool = False, print_line: PrintLine = lambda _: None
 ) -> tuple[StartedDaemon, ...]:
     """End the daemons, the agent first: its workers leave at a boundary.
 
@@ -155,14 +157,14 @@ def stop_started(
     Args:
         started: the cluster.
         force: kill them.
-        tell: takes a line about what is waited for.
+        print_line: takes a line about what is waited for.
     """
     gone = started.alive()
     is_cut = started.is_head and not started.runs("coordinator")
     for daemon in reversed(gone):
         _signal(daemon, signal.SIGKILL if force else signal.SIGTERM)
         if not _has_ended(daemon, PRINTED_AFTER_S) and not force:
-            tell(_why_it_lasts(daemon, is_cut=is_cut))
+            print_line(_why_it_lasts(daemon, is_cut=is_cut))
             if is_cut:
                 _signal(daemon, signal.SIGTERM)
         if not _has_ended(daemon, STOP_TIMEOUT_S):
@@ -277,7 +279,9 @@ def _with_coordinator(started: StartedCluster, host: str, port: int, store: str)
     return _spawn(started, "coordinator", ("elastic.coord.cli", "serve"), flags, (), ready.exists)
 
 
-def _with_agent(started: StartedCluster, node: Sequence[str], tell: Teller) -> StartedCluster:
+def _with_agent(
+    started: StartedCluster, node: Sequence[str], print_line: PrintLine
+) -> StartedCluster:
     from elastic.client.jobs import Client  # Not needed by scripts that only search for a cluster.
 
     flags = {
@@ -296,7 +300,7 @@ def _with_agent(started: StartedCluster, node: Sequence[str], tell: Teller) -> S
                 return _has_this_node(client)
             except Unavailable as error:
                 if not is_printed:
-                    tell(f"waits {START_TIMEOUT_S:g} s at most: {error}")
+                    print_line(f"waits {START_TIMEOUT_S:g} s at most: {error}")
                 is_printed = True
                 return False
 

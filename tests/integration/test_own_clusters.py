@@ -233,12 +233,12 @@ def test_an_agent_whose_coordinator_is_gone_is_not_waited_for(
         node = StartedDaemon("agent", RunOwner.of(drains.pid), "")
         told = []
 
-        def tell(line: str) -> None:
+        def print_line(line: str) -> None:
             told.append(line)
             assert said.readline() == "told\n"
 
         cluster = StartedCluster("", "", (StartedDaemon("coordinator", gone, ""), node))
-        assert stop_started(cluster, tell=tell) == (node,)
+        assert stop_started(cluster, print_line=print_line) == (node,)
     assert drains.wait(DEADLINE_S) == -signal.SIGTERM
     assert told == [f"agent (pid {drains.pid}) ends its workers unsaved: their coordinator is gone"]
 
