@@ -592,7 +592,7 @@ def test_a_count_behind_no_question_for_the_step_is_refused() -> None:
                     optimizer.zero_grad()
                 count.steps += 1
 
-    with pytest.raises(UsageError, match="changed in an iteration that did not ask"):
+    with pytest.raises(UsageError, match="changed before the step was done"):
         train_through()
 
 

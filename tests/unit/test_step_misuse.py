@@ -37,8 +37,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run(loop: Loop, *, frozen: bool = False) -> list[Any]:
-    """Train a small model by such a loop, on 32 numbers in steps of 8; return what it returned."""
+def run(loop: Loop, *, frozen: bool = False, global_batch_size: int = 8) -> list[Any]:
+    """Train a small model by such a loop, on 32 numbers; return what it returned."""
     found: list[Any] = []
 
     def function() -> None:
@@ -46,7 +46,9 @@ def run(loop: Loop, *, frozen: bool = False) -> list[Any]:
         model.module.bias.requires_grad_(not frozen)
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
         data = TensorDataset(torch.arange(32.0).reshape(32, 1) / 32)
-        loader = prepare_data_loader(DataLoader(data, batch_size=2), global_batch_size=8)
+        loader = prepare_data_loader(
+            DataLoader(data, batch_size=2), global_batch_size=global_batch_size
+        )
         found.append(loop(model, optimizer, loader))
 
     run_local(function, LocalRun(job_name="misuse"))
@@ -272,20 +274,73 @@ def test_a_registered_average_that_follows_iterations_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", ["trains", "evaluates", "is prepared", "belongs to a model"])
-def test_a_registered_teacher_that_trains_is_refused_where_others_compute(how: str) -> None:
+def test_a_registered_teacher_that_trains_is_refused_where_steps_repeat(how: str) -> None:
     state, model = TrainState(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     teacher = model[1] if how == "belongs to a model" else copy.deepcopy(model)
     state.models = [model, teacher] if how == "is prepared" else [model]
     state.register("teacher", teacher.train(how != "evaluates"))
     guard = LoopGuard(state, looks=False)
-    for is_shared in (False, True):
+    for repeats in (False, True):
         guard.begin_step()
         teacher(torch.ones(3, 2))
-        if is_shared and how == "trains":
+        if repeats and how == "trains":
             with pytest.raises(UsageError, match=r"^registered teacher, 1: .*prepare_model"):
-                guard.check_computed(is_shared=is_shared)
+                guard.check_computed(repeats=repeats)
         else:
-            guard.check_computed(is_shared=is_shared)
+            guard.check_computed(repeats=repeats)
+
+
+class Count:
+    """A number that a loop counts up."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("global_batch_size", [2, 8])
+def test_a_count_before_the_step_is_done_is_refused_where_steps_repeat(
+    global_batch_size: int,
+) -> None:
+    """It would stay of a step that is done again, and be of each micro-batch of several."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> int:
+        count = Count()
+        train.register(count=count)
+        for _ in train.epochs(1):
+            for (x,) in loader:
+                count.number += 1
+                iterate(model, optimizer, x)
+                train.stepped()
+        return count.number
+
+    if global_batch_size == 2:  # One worker, for good, with one micro-batch.
+        assert run(loop, global_batch_size=global_batch_size) == [16]
+        return
+    with pytest.raises(UsageError, match=r"registered count: changed before the step was done"):
+        run(loop)
+
+
+def test_a_loop_over_steps_counts_at_the_head_of_a_step() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> int:
+        count = Count()
+        train.register(count=count)
+        for _ in train.epochs(1):
+            for step in train.steps(loader):
+                count.number += 1
+                for (x,) in step:
+                    model(x).square().mean().backward()
+                count.number += 1
+                optimizer.step()
+                optimizer.zero_grad()
+        return count.number
+
+    assert run(loop) == [8]
 
 
 @pytest.mark.parametrize("is_known", [False, True])

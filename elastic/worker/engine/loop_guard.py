@@ -63,20 +63,27 @@ class LoopGuard:
 
     def begin_step(self) -> None:
         self.still.begin()
+        if self._unregistered is not None:
+            self._unregistered.step_begins()
         self._rates = {}
         self._counted = self._counts()
 
-    def check_computed(self, *, is_shared: bool) -> None:
+    def check_computed(self, *, repeats: bool) -> None:
         """Refuse a step in which forward, or the loop's body, has changed what is to stay.
 
         Args:
-            is_shared: other ranks have computed a part of it, and it may be done again here.
+            repeats: what is done before the step may be done several times in it: for each of
+                several micro-batches, or again after a loss.
         """
         self.still.check()
+        if not repeats:
+            return
         now = self._counts()
-        if is_shared and now != self._counted:
+        if now != self._counted:
             counted = zip(self._counters, now, self._counted, strict=True)
             raise usage_errors.counted_in_forward(*(c for c, one, was in counted if one != was))
+        if self._unregistered is not None:
+            self._unregistered.step_computed()
 
     def _counts(self) -> list[int]:
         return [one._version for one in self._counters.values()]

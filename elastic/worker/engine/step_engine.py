@@ -833,8 +833,9 @@ class StepEngine:
 
     def _settle_buffers(self) -> bool:
         """Do the last of a step that needs other ranks; leaving it puts the buffers back."""
-        is_shared = self.options.is_in_place and self.context.world_size > 1
-        self._the_loop().guard.check_computed(is_shared=is_shared)
+        repeats = self.options.is_in_place and self.context.world_size > 1
+        repeats = repeats or self._counts_iterations()
+        self._the_loop().guard.check_computed(repeats=repeats)
         # An aborted NCCL collective ends without an error, so that order counts.
         return self._the_reducer().settle_buffers(
             # The script may have gone on after an error of a collective of its own.

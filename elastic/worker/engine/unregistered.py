@@ -56,7 +56,9 @@ class UnregisteredObjects:
         self._noted: list[tuple[weakref.ref[Any], str, Print]] = []
         # Held until the first look, because there are no weak references to them.
         self._containers: list[tuple[Any, str, Print]] = []
-        # What registered objects were when the body of the first steps went on behind the commit.
+        # What registered objects were when the first steps began, and when their bodies went on
+        # behind the commit.
+        self._at_begin: Mapping[str, int] = {}
         self._registered: Mapping[str, int] = {}
         self._known = _reached_from(state)
         if len(self._known) < REACHED_MAX:
@@ -81,6 +83,27 @@ class UnregisteredObjects:
                 name = f"a {type(one).__name__} of {len(one)} tensors"
                 self._containers.append((one, name, self._print(one, places)))
 
+    def step_begins(self) -> None:
+        """The loop's body is about to compute the first of our micro-batches of a step."""
+        if self._steps < FIRST_LOOK:
+            self._at_begin = registered_values(self._state)
+
+    def step_computed(self) -> None:
+        """All micro-batches of a step are computed, and it is not committed."""
+        if name := self._changed(self._at_begin):
+            raise UsageError(
+                f"{name}: changed before the step was done: a rank may have several micro-batches "
+                f"in a step, and a step that breaks is done again, so that it would be changed "
+                f"more than once: write 'if train.stepped(): ...' around that, behind "
+                f"optimizer.step()"
+            )
+        self._at_begin = {}
+
+    def _changed(self, before: Mapping[str, int]) -> str | None:
+        """Return the name of a registered object that has other values than before."""
+        now = registered_values(self._state) if before else {}
+        return next((name for name, was in before.items() if now.get(name) != was), None)
+
     def step_committed(self) -> None:
         """The loop's body goes on behind a step, and has not asked whether it is done."""
         if self._steps < FIRST_LOOK:
@@ -88,15 +111,12 @@ class UnregisteredObjects:
 
     def step_done(self, *, has_asked: bool) -> None:
         """Look after the first steps, in which the body has asked, or not, whether one is done."""
-        if self._registered and not has_asked:
-            now = registered_values(self._state)
-            changed = [name for name, was in self._registered.items() if now.get(name) != was]
-            if changed:
-                raise UsageError(
-                    f"{changed[0]}: changed in an iteration that did not ask whether the step is "
-                    f"done: a rank may have several iterations in a step, and would change it in "
-                    f"each: write 'if train.stepped(): ...' around that"
-                )
+        if not has_asked and (name := self._changed(self._registered)):
+            raise UsageError(
+                f"{name}: changed in an iteration that did not ask whether the step is done: a "
+                f"rank may have several iterations in a step, and would change it in each: write "
+                f"'if train.stepped(): ...' around that"
+            )
         self._registered = {}
         self._steps += 1
         if self._steps == FIRST_LOOK:
