@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic import train
@@ -402,6 +403,38 @@ def test_what_changes_without_being_prepared_is_refused_by_its_name() -> None:
         run(with_plateau)
     with pytest.raises(UsageError, match="DistributedDataParallel, which reduces their gradients"):
         run(with_ddp)
+
+
+@pytest.mark.parametrize("how", ["adds", "resizes", "prunes"])
+def test_a_model_that_gets_other_parts_inside_the_loop_is_refused(how: str) -> None:
+    """Who joins later has the model of before the loop, and could not take its state."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        model.module.register_buffer("seen", torch.zeros(1))
+        for epoch in train.epochs(2):
+            if epoch and how == "adds":
+                model.module.register_buffer("more", torch.zeros(1))
+            elif epoch and how == "resizes":
+                model.module.seen = torch.zeros(2)
+            elif epoch:
+                prune.l1_unstructured(model.module, "weight", 0.5)
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+
+    name = {"adds": "more", "resizes": "seen", "prunes": "weight"}[how]
+    with pytest.raises(UsageError, match=rf"model 0, module\.{name}.* when the loop over"):
+        run(loop)
+
+
+def test_a_cache_that_grows_inside_the_loop_is_let_be() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for epoch in train.epochs(2):
+            cache = torch.zeros(1 + epoch)
+            model.module.register_buffer("cache", cache, persistent=False)
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+
+    run(loop)
 
 
 @pytest.mark.parametrize("adds", [True, False])

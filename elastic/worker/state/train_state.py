@@ -21,6 +21,8 @@ from elastic.worker.state.pending_steps import parameters_of
 from elastic.worker.state.sharded_state import has_shards, put_shards_back, shard_number
 
 State = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+"""Of the tensors of a model, by name."""
 
 
 @dataclass
@@ -67,6 +69,8 @@ class TrainState:
         self._num_known, self._frozen = 0, list[nn.Parameter]()
         # Those that wanted gradients when the loop began, by their number among all.
         self._trained: dict[int, nn.Parameter] = {}
+        # What the models had when the loop began.
+        self._shapes: list[Shapes] = []
         # A state that is put once more when the iteration is over, and whether there is to be one.
         self._late: State | None = None
         self._is_late = False
@@ -111,14 +115,26 @@ class TrainState:
                 self.add_scaler(scaler)
         every = (p for one in self.optimizers for p in parameters_of(one))
         self._trained = {number: one for number, one in enumerate(every) if one.requires_grad}
+        self._shapes = self._saved_shapes()
         return self.units()
 
     def frozen(self) -> list[int]:
         """Return the numbers of parameters that were frozen since the loop began."""
         return [number for number, one in self._trained.items() if not one.requires_grad]
 
+    def _saved_shapes(self) -> list[Shapes]:
+        """Return the shapes of what each model saves; modules replace what is sharded."""
+        models = [] if self.is_sharded else self.models
+        return [
+            {name: tuple(one.shape) for name, one in _tensors(model) if name not in caches}
+            for model, caches in zip(models, self.caches(), strict=False)
+        ]
+
     def check_known(self, units: Mapping[int, OptimizerUnit]) -> None:
-        """Refuse parameters that want gradients, and that none of these units has."""
+        """Refuse what the loop has added to models, and what wants gradients and has no unit."""
+        for number, pair in enumerate(zip(self._shapes, self._saved_shapes(), strict=False)):
+            if name := _first_differing(*pair):
+                raise _changed_model(f"model {number}, {name}", *(one.get(name) for one in pair))
         known = {id(p) for unit in units.values() for _, p in unit.parameters}
         unknown = [
             name
@@ -438,10 +454,24 @@ def _check_same(ours: State, theirs: State) -> None:
     for number, (mine, other) in enumerate(zip(ours["models"], theirs["models"], strict=True)):
         shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
         others = {name: tuple(tensor.shape) for name, tensor in other.items()}
-        for name in sorted(set(shapes) | set(others)):
-            if shapes.get(name) != others.get(name):
-                what = f"model {number}, {name}"
-                raise UsageError(_differs(what, shapes.get(name), others.get(name)))
+        if name := _first_differing(shapes, others):
+            what = f"model {number}, {name}"
+            raise UsageError(_differs(what, shapes.get(name), others.get(name)))
+
+
+def _first_differing(ours: Shapes, theirs: Shapes) -> str | None:
+    """Return the name of a tensor that only one of two models has, or with another shape."""
+    names = sorted(set(ours) | set(theirs))
+    return next((name for name in names if ours.get(name) != theirs.get(name)), None)
+
+
+def _changed_model(what: str, before: object, now: object) -> UsageError:
+    return UsageError(
+        f"{what}: {before} when the loop over train.epochs() began, {now} now: a worker that "
+        f"joins, or a run that is resumed, begins with what the models had before the loop, and "
+        f"could not take this state: add, replace, resize and prune parts of a model before it "
+        f"(a buffer with persistent=False may come and grow later)"
+    )
 
 
 def _differs(what: str, ours: object, theirs: object) -> str:
