@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from elastic import train
 from elastic.core.facts import Entry, EntryKind, WorkerPhase
@@ -115,6 +116,16 @@ def train_and_exit(config: dict[str, Any]) -> None:
     child.join(DEADLINE_S)
     assert child.exitcode == -signal.SIGTERM
     sys.exit(config["codes"][here().generation - 1])
+
+
+def train_with_a_killed_loader(config: dict[str, Any]) -> None:
+    """Loses a process of its loader, as for want of memory, and hides all errors."""
+    loader = iter(DataLoader(range(1000), num_workers=1))
+    (child,) = multiprocessing.active_children()
+    child.kill()
+    while True:
+        with contextlib.suppress(Exception):
+            next(loader)
 
 
 def train_with_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
@@ -255,6 +266,16 @@ def test_an_exception_of_the_users_is_told_with_its_traceback(
     assert "elastic/worker" not in failure.traceback
     assert worker.wait_exit() == 1
     assert "bad sample at step 7" in worker.log.read_text()
+
+
+def test_who_loses_a_process_of_a_loader_is_lost_with_it(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    """It is no error of the script's, which would end the job."""
+    (worker,) = agent.workers(1, function(train_with_a_killed_loader), tmp_path / "run")
+    announce([worker], 1)
+    assert worker.wait_exit() == -signal.SIGKILL
+    assert "is killed by signal: Killed" in worker.log.read_text()
 
 
 def test_a_script_ends_its_process_with_its_code_but_with_0_it_has_finished(

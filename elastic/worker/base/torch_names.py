@@ -96,6 +96,11 @@ NAMES = (
     PrivateName(
         "torch.utils.data._utils.worker", "_worker_info", "streams are dealt to loader workers"
     ),
+    PrivateName(
+        "torch.utils.data._utils.signal_handling",
+        "_error_if_any_worker_fails",
+        "a killed process of a loader is no error of the script",
+    ),
     PrivateName(SCALER, "GradScaler._lazy_init_scale_growth_tracker", "scalers step once"),
     PrivateName(SCALER, "GradScaler._scale", "scalers step once"),
     PrivateName(SCALER, "GradScaler._per_optimizer_states", "scalers forget a step that is void"),

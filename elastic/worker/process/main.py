@@ -18,7 +18,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -204,7 +204,31 @@ def take_torch() -> ProcessGroups:
     """
     from elastic.worker.group.group import ProcessGroups
 
+    end_with_loaders()
     return ProcessGroups()
+
+
+def end_with_loaders() -> None:
+    """From now on a process whose DataLoader loses a process to SIGKILL ends by that, too.
+
+    The system kills either for want of memory. Torch would raise it in the main thread, wherever
+    that is, as an error of the script.
+    """
+    from torch.utils.data._utils import signal_handling
+
+    look: Callable[[], None] = signal_handling._error_if_any_worker_fails
+
+    def look_and_end() -> None:
+        try:
+            look()
+        except RuntimeError as error:
+            if not str(error).rstrip(". ").endswith("killed by signal: Killed"):
+                raise
+            # Not through a stream or a logger: the main thread may be inside of one right now.
+            os.write(2, f"{error}: this worker ends with it\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    signal_handling._error_if_any_worker_fails = look_and_end
 
 
 if __name__ == "__main__":
