@@ -27,6 +27,7 @@ from elastic.train.session import require_context, require_engine, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain, is_torchdatas
 from elastic.worker.data.moving import moved
 from elastic.worker.data.randomness import RandomStates, seed_everything, seeded
+from elastic.worker.data.seeding import EvaluationDataset, LoaderWorkerInit
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
 from elastic.worker.engine.prepared_optimizers import is_training
@@ -378,6 +379,7 @@ class PreparedLoader:
             seed = engine.evaluation_seed(_seed_of(self._users, engine.options.seed))
         else:
             batches.epoch = self._next_epoch()
+        batches.seed = seed
         sizes = batches.sizes()
         read = self.evaluated = begin_pass(context.generation)
         counts = engine is None or not engine.has_begun
@@ -439,8 +441,13 @@ class PreparedLoader:
         if self._whole is None:
             size = self._users.batch_size
             batches = RankBatches(self._order, size, drop_last=self._users.drop_last)
-            kind = "sampler" if size is None else "batch_sampler"
-            self._whole = batches, loader_like(self._users, **{kind: batches})
+            loader = loader_like(
+                self._users,
+                dataset=EvaluationDataset(self._users.dataset),
+                worker_init_fn=LoaderWorkerInit(self._users.worker_init_fn),
+                **{"sampler" if size is None else "batch_sampler": batches},
+            )
+            self._whole = batches, loader
         batches, loader = self._whole
         batches.rank, batches.world_size = context.world_rank, context.world_size
         return batches, loader

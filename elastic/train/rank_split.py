@@ -17,9 +17,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from elastic.core.policy.seeds import derive
 from elastic.errors import UsageError
 from elastic.worker.data.loader import is_dealt, is_plain, is_shuffle
 from elastic.worker.data.sampler_order import OrderedSampler, SamplerOrders
+from elastic.worker.data.seeding import EvaluationRequest
 
 KEPT_ARGUMENTS = (
     "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
@@ -113,11 +115,13 @@ class RankBatches:
     Attributes:
         rank, world_size: which part of how many; set before each pass.
         epoch: the pass.
+        seed: of what is random in the pass, None to let that be.
     """
 
     def __init__(self, order: Order, size: int | None, *, drop_last: bool) -> None:
         """Start with the whole pass, as rank 0 of 1; without a size samples are not batched."""
         self.rank, self.world_size, self.epoch = 0, 1, 0
+        self.seed: int | None = None
         self._order, self._drop_last = order, drop_last
         self._size, self._is_batch = size or 1, size is not None
 
@@ -129,11 +133,14 @@ class RankBatches:
             one: min(size, total - one * size) for one in range(self.rank, number, self.world_size)
         }
 
-    def __iter__(self) -> Iterator[Any]:
-        order, size = self._order.of(self.epoch), self._size
-        if not self._is_batch:
-            return (order[one] for one in self.sizes())
-        return (list(order[one * size : (one + 1) * size]) for one in self.sizes())
+    def __iter__(self) -> Iterator[EvaluationRequest]:
+        order, size, seed = self._order.of(self.epoch), self._size, self.seed
+
+        def request(one: int) -> EvaluationRequest:
+            what = list(order[one * size : (one + 1) * size]) if self._is_batch else order[one]
+            return EvaluationRequest(None if seed is None else derive(seed, one), what)
+
+        return map(request, self.sizes())
 
     def __len__(self) -> int:
         return len(self.sizes())
@@ -156,6 +163,7 @@ class Pass:
 
 def loader_like(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a loader with the arguments of this one, but for these changes."""
+    dataset = changes.pop("dataset", loader.dataset)
     kept = {name: getattr(loader, name) for name in KEPT_ARGUMENTS if hasattr(loader, name)}
     if loader.num_workers == 0:
         # DataLoader refuses these without worker processes, even at their defaults.
@@ -167,4 +175,4 @@ def loader_like(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
         kept.pop("batch_size")
     if "batch_sampler" in changes or {**kept, **changes}["batch_size"] is None:
         kept.pop("drop_last")
-    return DataLoader(loader.dataset, **{**kept, **changes})
+    return DataLoader(dataset, **{**kept, **changes})

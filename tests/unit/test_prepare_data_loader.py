@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic import train
 from elastic.errors import UsageError
 from elastic.train.rank_split import KEPT_ARGUMENTS
+from elastic.train.session import require_place
 from elastic.train.torch import (
     PreparedLoader,
     get_device,
@@ -178,6 +182,30 @@ def test_samplers_of_scripts_own_are_dealt_out(sampler: Any, ids: Any, evaluates
     with torch.set_grad_enabled(not evaluates):
         found = seen(loader)
     assert sorted(found) == ids or (ids is None and len(found) == 3)
+
+
+def drawn(samples: list[Any]) -> list[Any]:
+    """Collate as what masks words does: by random numbers."""
+    return [*samples, torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+
+@pytest.mark.usefixtures("_inside")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_of_an_evaluation_draws_the_same_at_every_number_of_ranks(num_workers: int) -> None:
+    """A process of the loader reads those of one rank."""
+    plain = DataLoader(range(10), batch_size=2, num_workers=num_workers, collate_fn=drawn)  # type: ignore[arg-type]
+    loader, here = prepare_data_loader(plain), require_place("the test")
+
+    def of(rank: int, size: int) -> list[Any]:
+        batches, whole = loader._by_whole_batches(replace(here, world_rank=rank, world_size=size))
+        batches.seed = 5
+        return list(whole)
+
+    alone = of(0, 1)
+    assert len({batch[2] for batch in alone}) == len(alone)
+    assert of(0, 2) == alone[::2]
+    assert of(1, 2) == alone[1::2]
 
 
 @pytest.mark.usefixtures("_inside")

@@ -117,6 +117,42 @@ class SeededCollate:
 
 
 @dataclass(frozen=True)
+class EvaluationRequest:
+    """What a DataLoader is asked to read of an evaluation: one batch, or one sample.
+
+    Attributes:
+        seed: of what is random while it is read and collated, None to let that be.
+        what: indices, or an index.
+    """
+
+    seed: int | None
+    what: Any
+
+
+@dataclass(frozen=True)
+class EvaluationDataset:
+    """A dataset that reads such requests, in whichever process.
+
+    Those of a loader read the batches of one rank, as many as there are at this number of ranks, so
+    that what they would draw on from batch to batch is no batch's own.
+    """
+
+    dataset: Any
+
+    def __getitem__(self, request: EvaluationRequest) -> Any:
+        if request.seed is not None:
+            seed_everything(request.seed)
+        return self.dataset[request.what]
+
+    def __getitems__(self, request: EvaluationRequest) -> Any:
+        if request.seed is not None:
+            seed_everything(request.seed)
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            return self.dataset.__getitems__(request.what)
+        return [self.dataset[index] for index in request.what]
+
+
+@dataclass(frozen=True)
 class LoaderWorkerInit:
     """What runs first in each worker process of a DataLoader."""
 
