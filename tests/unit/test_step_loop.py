@@ -398,6 +398,18 @@ def test_an_object_that_cannot_be_registered_is_refused(thing: Any, says: str) -
         train.register(mine=thing)
 
 
+def test_a_metric_that_does_not_save_what_it_counts_is_refused() -> None:
+    metric = pytest.importorskip("torchmetrics").MeanMetric()
+    with pytest.raises(UsageError, match=r"call mean\.persistent\(True\) before"):
+        train.register(mean=metric)
+    metric.persistent(True)
+    train.register(mean=metric)
+    metric.update(3.0)
+    engine = current_engine()
+    assert engine is not None
+    assert float(engine.state.take()["registered"]["mean"]["mean_value"]) == 3.0
+
+
 def test_a_loop_without_an_optimizer_is_refused() -> None:
     prepare_model(nn.Linear(1, 1))
     with pytest.raises(UsageError, match="no optimizer was prepared"):

@@ -6,6 +6,7 @@ keep the very tensors that they know. Everything else goes through `state_dict`.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,12 @@ class TrainState:
             )
         if self.registered.get(name, thing) is not thing:
             raise UsageError(f"train.register({name}=...): another object has this name already")
+        if _is_forgetful_metric(thing):
+            raise UsageError(
+                f"train.register({name}=...): torchmetrics leaves what a {type(thing).__name__} "
+                f"counts out of its state_dict(), so that a worker that joins, or a run that is "
+                f"resumed, would begin with nothing: call {name}.persistent(True) before"
+            )
         self.registered[name] = thing
         if is_own:
             self.own.add(name)
@@ -353,6 +360,15 @@ class TrainState:
             for parameter in group["params"]
             if id(parameter) not in known
         ]
+
+
+def _is_forgetful_metric(thing: Stateful) -> bool:
+    """Return whether it is, or has, a metric of torchmetrics that is not asked to save itself."""
+    library = sys.modules.get("torchmetrics")
+    if library is None or not isinstance(thing, nn.Module):
+        return False
+    metrics = [part for part in thing.modules() if isinstance(part, library.Metric)]
+    return any(one.metric_state.keys() - one.state_dict().keys() for one in metrics)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
