@@ -41,6 +41,7 @@ class LoopGuard:
                 where an earlier call of the train function has looked.
         """
         self._state = state
+        usage_errors.check_lazy(state.models)
         self._unregistered = UnregisteredObjects(state) if looks else None
         usage_errors.check_forward(state.models)
         self._sync_norms = usage_errors.sync_norms(state.models)

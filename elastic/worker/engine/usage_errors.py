@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from elastic.core.events.step import Refusal
 from elastic.core.policy.cursor import Cursor
@@ -126,6 +127,18 @@ def weights_changed(cursor: Cursor) -> UsageError:
         f"behind the loop over batches, at the end of the epoch before, which runs once, or before "
         f"the loop over epochs"
     )
+
+
+def check_lazy(models: Sequence[nn.Module]) -> None:
+    """Refuse parameters that get their shape in the first forward; the UsageError names one."""
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise UsageError(
+                    f"model {number}, {name}: has no shape before the first forward, so that no "
+                    f"state can be received for it: run the model once on a batch like those of "
+                    f"the loader, under torch.no_grad(), before prepare_model and the optimizer"
+                )
 
 
 def check_forward(models: Sequence[nn.Module]) -> None:
