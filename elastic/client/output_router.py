@@ -32,7 +32,7 @@ class LogOptions:
             output is not shown, teed output is shown with a prefix.
         local_ranks: the ones to show, () for all.
         role: for prefixes.
-        prefix: template of a prefix, with role_name, rank, local_rank.
+        prefix: template of a prefix, with role_name, rank, local_rank and hostname, the node.
     """
 
     directory: str = ""
@@ -97,8 +97,11 @@ class OutputRouter:
         if not _speaks_of(self.options.tee, rank):
             return ""
         fields: Mapping[str, object] = {
-            "role_name": self.options.role, "local_rank": rank, "rank": max(chunk.rank, 0),
-        }  # fmt: skip
+            "role_name": self.options.role,
+            "local_rank": rank,
+            "rank": max(chunk.rank, 0),
+            "hostname": chunk.node_id,
+        }
         return Template(self.options.prefix).safe_substitute(fields)
 
     def _rank(self, chunk: LogChunk) -> int:

@@ -92,8 +92,9 @@ THEIRS = (
         help="Whose output is written and shown, with a prefix."),
     click.option("--local-ranks-filter", default="", callback=parse_ranks, metavar="RANK,...",
         help="Show only these."),
-    click.option("--log-line-prefix", envvar="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        default=PREFIX, hidden=True),
+    click.option("--log-line-prefix-template", "log_line_prefix", default=PREFIX,
+        envvar="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", show_default=True,
+        help="Of lines that --tee shows; ${rank} and ${hostname}, the node, are known, too."),
     click.option("--threads", envvar="OMP_NUM_THREADS", default="", hidden=True),
 )  # fmt: skip
 

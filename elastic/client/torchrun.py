@@ -36,6 +36,7 @@ IGNORED: Mapping[str, str] = {
     "local-addr": "where others reach a node is an option of its agent: elastic-agent --host",
     "logs-specs": "--tee, --redirects and --local-ranks-filter select where output goes",
     "numa-binding": "workers are bound to no CPU; start the agent under numactl for that",
+    "print-completion": "_ELASTIC_COMPLETE=bash_source elastic prints one, for zsh and fish too",
     "signals-to-handle": "SIGINT, SIGTERM and SIGHUP end the job, and call no handler of a script",
 }
 """Flags that are accepted without effect, and what happens instead."""

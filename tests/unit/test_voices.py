@@ -43,6 +43,8 @@ def test_teed_output_is_shown_with_the_local_rank_and_written(tmp_path: Path) ->
     assert received.route(said)
     assert received.route(replace(said, text="again\n"))
     assert received.prefix(said) == "[trainer0]:"
+    received.options = replace(received.options, prefix="${hostname}:${rank}: ")
+    assert received.prefix(said) == "n2:2: "
     assert (tmp_path / "attempt_1" / "2" / "output.log").read_text() == "hello\nagain\n"
 
 
