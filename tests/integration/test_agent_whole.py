@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -215,8 +215,20 @@ async def test_sigterm_drains_and_a_second_one_ends_at_once(tmp_path: Path) -> N
     assert log == "never asked\n"
 
 
+@contextmanager
+def children_get(handler: signal.Handlers) -> Iterator[None]:
+    """Let processes that are started meanwhile inherit this for SIGHUP."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_a_closed_terminal_drains_the_node(tmp_path: Path) -> None:
-    async with node(tmp_path) as (coordinator, process):
+    async with AsyncExitStack() as stack:
+        with children_get(signal.SIG_DFL):  # These tests may run under nohup.
+            coordinator, process = await stack.enter_async_context(node(tmp_path))
         process.send_signal(signal.SIGHUP)
         notice = await coordinator.received.wait_for(DrainNotice)
         assert notice.reason == "SIGHUP"
@@ -227,11 +239,8 @@ async def test_a_closed_terminal_drains_the_node(tmp_path: Path) -> None:
 
 async def test_nohup_keeps_an_agent_when_its_terminal_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "agent.log"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does: a child inherits it.
-    try:
+    with children_get(signal.SIG_IGN):  # As nohup does.
         process = launch(tmp_path, "--coord", f"127.0.0.1:{free_port()}")
-    finally:
-        signal.signal(signal.SIGHUP, before)
     try:
         await wait_for_async(lambda: "coordinator_unreachable" in log.read_text())
         process.send_signal(signal.SIGHUP)

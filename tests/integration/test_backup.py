@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("other", "PRAGMA application_id=7"),
     ):
         (folder / name).write_bytes(whole)
-        with sqlite3.connect(folder / name) as database:
+        with contextlib.closing(sqlite3.connect(folder / name)) as database, database:
             database.execute(change)
     return folder
 

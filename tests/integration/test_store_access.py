@@ -148,10 +148,12 @@ def certificates(tmp_path: Path) -> Certificates:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make certificates with")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    (tmp_path / "san").write_text("subjectAltName=IP:127.0.0.1\n")
+    # Python's own client is strict since 3.13: it asks for both extensions.
+    (tmp_path / "san").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
+    signs = ("-addext", "keyUsage=critical,keyCertSign")
     for name in ("ca", "stranger"):
         subject = ("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
-        openssl(tmp_path, "req", "-x509", *key, *subject, "-days", "2")
+        openssl(tmp_path, "req", "-x509", *key, *subject, *signs, "-days", "2")
     names = ("-subj", "/CN=member", "-keyout", "member.key", "-out", "member.csr")
     openssl(tmp_path, "req", *key, *names)
     signer = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "san")
