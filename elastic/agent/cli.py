@@ -332,12 +332,11 @@ def check_host(host: str) -> None:
     """
     try:
         try_listen(host)
-    except (OSError, UnicodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else "") or error
+    except OSError as error:
         raise UsageError(
-            f"--host {host}: workers could not be reached there ({why}); expected an address or "
-            f"name of this machine that the other nodes reach: pass one, or leave it out for that "
-            f"of the route to the coordinator"
+            f"--host {host}: workers could not be reached there ({error.strerror or error}); "
+            f"expected an address or name of this machine that the other nodes reach: pass one, or "
+            f"leave it out for that of the route to the coordinator"
         ) from error
 
 

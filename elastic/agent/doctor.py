@@ -221,10 +221,9 @@ def check_address(host: str, endpoints: tuple[str, ...]) -> list[Check]:
         return [ok("address", "chosen by the route to the coordinator; none was named")]
     try:
         port = try_listen(address)
-    except (OSError, UnicodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else "") or error
+    except OSError as error:
         fix = "name an address of this machine with --host, or leave it out"
-        return [fail("address", f"{address}: {why}", fix)]
+        return [fail("address", f"{address}: {error.strerror or error}", fix)]
     is_local = is_loopback(address)
     is_far = any(not is_loopback(host_of(endpoint)) for endpoint in endpoints)
     if is_local and is_far:

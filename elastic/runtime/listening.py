@@ -46,11 +46,14 @@ def try_listen(host: str) -> int:
     """Listen on a free port of this address for a moment, as workers will; return the port.
 
     Raises:
-        OSError: this machine does not have the address, or nobody could connect to it.
-        UnicodeError: it is no name.
+        OSError: this machine does not have the address, or nobody could connect to it; or it is
+            no name.
     """
-    with socket.create_server((host, 0), family=family_of(host)) as server:
-        address, port = server.getsockname()[:2]
+    try:
+        with socket.create_server((host, 0), family=family_of(host)) as server:
+            address, port = server.getsockname()[:2]
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, str(error)) from error
     if ipaddress.ip_address(address).is_unspecified:
         raise OSError(errno.EADDRNOTAVAIL, "it stands for all addresses of a machine, and is none")
     return int(port)
