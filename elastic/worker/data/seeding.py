@@ -84,7 +84,7 @@ class SeededDataset:
     def __getitems__(self, request: ReadRequest) -> ReadSamples:
         epoch, numbers = request.epoch, request.numbers
         if _draws_nothing(self.dataset):
-            samples = self._read(request.indices)
+            samples = _read(self.dataset, request.indices)
         elif _reads_many(self.dataset):
             seed_everything(_seed_of_all(self.seed, epoch, numbers))
             samples = self.dataset.__getitems__(request.indices)
@@ -94,11 +94,6 @@ class SeededDataset:
                 seed_everything(sample_seed(self.seed, epoch, number))
                 samples.append(self.dataset[index])
         return ReadSamples(request, samples)
-
-    def _read(self, indices: Sequence[Any]) -> Any:
-        if _reads_many(self.dataset):
-            return self.dataset.__getitems__(indices)
-        return [self.dataset[index] for index in indices]
 
 
 @dataclass(frozen=True)
@@ -147,9 +142,7 @@ class EvaluationDataset:
     def __getitems__(self, request: EvaluationRequest) -> Any:
         if request.seed is not None:
             seed_everything(request.seed)
-        if callable(getattr(self.dataset, "__getitems__", None)):
-            return self.dataset.__getitems__(request.what)
-        return [self.dataset[index] for index in request.what]
+        return _read(self.dataset, request.what)
 
 
 @dataclass(frozen=True)
@@ -182,6 +175,12 @@ def _reads_many(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def _read(dataset: Any, indices: Sequence[Any]) -> Any:
+    if _reads_many(dataset):
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
 
 
 def _draws_nothing(dataset: Any) -> bool:
