@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from elastic.core.events.step import Refusal
@@ -194,14 +193,15 @@ def registered_counters(state: TrainState) -> dict[str, torch.Tensor]:
     Their statistics change without a new version; those of prepared models are averaged.
     """
     prepared = {part for model in state.models for part in model.modules()}
-    found = {
-        f"registered {name}, {path or type(part).__name__}": part.num_batches_tracked
+    return {
+        f"registered {name}, {path or type(part).__name__}": counter
         for name, thing in state.registered.items()
         if isinstance(thing, nn.Module) and name not in state.own
         for path, part in thing.named_modules()
-        if isinstance(part, _NormBase) and part not in prepared
+        if isinstance(counter := getattr(part, "num_batches_tracked", None), torch.Tensor)
+        and part not in prepared
+        and not counter.is_inference()
     }
-    return {name: one for name, one in found.items() if one is not None and not one.is_inference()}
 
 
 def counted_in_forward(name: str, *more: str) -> UsageError:
