@@ -116,14 +116,17 @@ def test_an_optimizer_that_evaluates_its_closure_again_is_refused() -> None:
         step_in_closure(Loop.make(torch.optim.LBFGS))
 
 
-def test_an_optimizer_that_changes_weights_before_it_evaluates_its_closure_is_refused() -> None:
+@pytest.mark.parametrize("change", [lambda p: p.add_(p.grad), lambda p: p.grad.zero_()])
+def test_an_optimizer_that_changes_weights_before_it_evaluates_its_closure_is_refused(
+    change: Callable[[nn.Parameter], Any],
+) -> None:
     class Sharp(torch.optim.SGD):
         """As SAM is usually written: a part of it before the closure, for the second time."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             for p in self.param_groups[0]["params"]:
-                p.add_(p.grad)
+                change(p)
             closure()
             super().step()
 

@@ -150,7 +150,9 @@ class _ComputedClosure:
         return self._loss
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(one._version, id(one.grad)) for one in parameters_of(self._optimizer)]
+        weights = parameters_of(self._optimizer)
+        both = (one for p in weights for one in (p, p.grad) if one is not None)
+        return [(id(one), one._version) for one in both]
 
 
 def _bare(cls: Any) -> Any:
@@ -220,7 +222,7 @@ def scalers_know(steps: EngineSteps) -> Iterator[None]:
 
     @functools.wraps(scale)
     def scale_(self: Any, outputs: Any) -> Any:
-        # One that was not made in this call: it continues with the scale of the run.
+        # One that was not there when the loop began: it continues with the scale of the run.
         steps.add_scaler(self)
         return scale(self, outputs)
 
