@@ -65,11 +65,12 @@ def test_a_stop_says_that_storage_refuses_the_checkpoint_it_waits_for() -> None:
     coordinator.stop("a", "enough")
     waits = "stops (enough) as soon as a checkpoint is written"
     assert coordinator.job("a").reason == waits
-    coordinator.steps("n1/1", 1, unsaved="disk full")
-    assert coordinator.job("a").reason == (
-        f"{waits}, and storage refuses it (disk full): make room, or mend the storage; it is tried "
-        f"again"
-    )
+    for error in ("disk full", "no such bucket"):
+        coordinator.steps("n1/1", 1, unsaved=error)
+        assert coordinator.job("a").reason == (
+            f"{waits}, and storage refuses it ({error}): make room, or mend the storage; it is "
+            f"tried again"
+        )
     coordinator.steps("n1/1", 2)
     assert coordinator.job("a").reason == waits
 

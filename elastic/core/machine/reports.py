@@ -174,7 +174,7 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
     job.ledger.add_report(worker.account, progress.spent, telemetry.position, cluster.now_ns)
     if progress.generation != job.generation:
         return
-    if bool(worker.telemetry.unsaved) != bool(telemetry.unsaved) and job.must_release_workers():
+    if worker.telemetry.unsaved != telemetry.unsaved and job.must_release_workers():
         cluster.touch(job)  # What it waits for has changed.
     worker.steps, worker.telemetry = progress.steps, telemetry
     worker.measured_ns = cluster.now_ns
