@@ -28,25 +28,20 @@ def pause(target: ClusterTarget, job: str, wait: bool, timeout_s: float | None) 
     A checkpoint is taken first, then the workers leave at a boundary. The job keeps its name, and
     is paused after a restart of the coordinator too.
     """
+    again = target.command("resume", job)
     with target.connect() as client:
         client.call_timeout_s = timeout_s
         view = client.get(job)
         job_id = view.record.spec.job_id
         client.pause(job_id)
-        if wait and view.workers:
-            again = target.command("resume", job_id)
-            click.echo(f"job {job} pauses once it is saved; end the pause: {again}", err=True)
         if wait:
-            _wait_until_paused(client, job_id, target, timeout_s)
-    click.echo(
-        f"job {job} {'is paused' if wait else 'pauses'}; resume: {target.command('resume', job)}",
-        err=True,
-    )
+            if view.workers:
+                click.echo(f"job {job} pauses once it is saved; end the pause: {again}", err=True)
+            _wait_until_paused(client, job_id, again, timeout_s)
+    click.echo(f"job {job} {'is paused' if wait else 'pauses'}; resume: {again}", err=True)
 
 
-def _wait_until_paused(
-    client: Client, job_id: str, target: ClusterTarget, timeout_s: float | None
-) -> None:
+def _wait_until_paused(client: Client, job_id: str, again: str, timeout_s: float | None) -> None:
     """Poll until the job holds no workers; print what it waits for.
 
     Raises:
@@ -54,7 +49,6 @@ def _wait_until_paused(
         TimeoutError: it still holds some at the end of the time.
         Unavailable: see `wait_until`.
     """
-    again = target.command("resume", job_id)
 
     def check() -> str:
         view = client.get(job_id)
