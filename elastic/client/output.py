@@ -15,7 +15,7 @@ from elastic.core.broken import reports_of_broken
 from elastic.wire.codec_jobs import LogChunk
 
 TRACEBACK = "Traceback (most recent call last):"
-HELD = re.compile(rf'{re.escape(TRACEBACK)}|^  File ".+", line \d+$', re.MULTILINE)
+TRACEBACK_START = re.compile(rf'{re.escape(TRACEBACK)}|^  File ".+", line \d+$', re.MULTILINE)
 """Where a traceback begins; that of a syntax error in the script itself has no headline."""
 LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 """Lines between the tracebacks of a chain, which counts as one traceback here."""
@@ -85,7 +85,7 @@ class LineCutter:
         if not self.holds_tracebacks:
             return self._shown(output, text)
         text = without_noticed(text)
-        found = HELD.search(text)
+        found = TRACEBACK_START.search(text)
         if found is None or len(text) - found.start() > HELD_CHARS_MAX:
             return self._shown(output, text)
         start = text.rfind("\n", 0, found.start()) + 1  # It may follow "[rank0]: ".

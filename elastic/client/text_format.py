@@ -83,7 +83,7 @@ def leaving(view: JobView) -> str:
 
 
 def waiting_line(view: JobView, now_ns: int) -> str:
-    """Return "waits since 12.0 s: needs 1 more workers ...", "" if the job does not wait."""
+    """Return "waits since 12.0 s: needs 1 more workers ...", or when a job is going to leave."""
     what = missing(view)
     return f"waits since {duration(now_ns - view.since_ns)}: {what}" if what else leaving(view)
 

@@ -65,7 +65,7 @@ def test_a_run_whose_last_checkpoint_was_refused_has_not_ended_well(
     run.savers[0].finish()
 
 
-def test_a_rank_that_cannot_tell_of_its_refused_part_ends_the_run_itself(faults: Faults) -> None:
+def test_a_rank_that_cannot_report_its_refused_part_fails_the_run(faults: Faults) -> None:
     run = run_on(faults)
     faults.add("full", on="write", match="*part-00001*")
     run.save(wait=False)

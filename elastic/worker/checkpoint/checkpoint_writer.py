@@ -118,8 +118,8 @@ class CheckpointWriter:
     def refused(self) -> str:
         """Return why storage has not taken this group's last checkpoint, "" if it has.
 
-        Rank 0 knows it of all parts and the marker, others of theirs: on a full disk they may be
-        unable to tell rank 0. Not if it was given up for other reasons.
+        Rank 0 knows it of all parts and the marker, others of theirs: a full disk may refuse their
+        report to rank 0, too. Not if it was given up for other reasons.
         """
         (generation, _), reason = self._refused
         return reason if generation == self.generation else ""

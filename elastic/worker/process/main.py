@@ -216,11 +216,11 @@ def end_with_loaders() -> None:
     """
     from torch.utils.data._utils import signal_handling
 
-    look: Callable[[], None] = signal_handling._error_if_any_worker_fails
+    check: Callable[[], None] = signal_handling._error_if_any_worker_fails
 
-    def look_and_end() -> None:
+    def check_and_end() -> None:
         try:
-            look()
+            check()
         except RuntimeError as error:
             if not str(error).rstrip(". ").endswith("killed by signal: Killed"):
                 raise
@@ -228,7 +228,7 @@ def end_with_loaders() -> None:
             os.write(2, f"{error}: this worker ends with it\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
-    signal_handling._error_if_any_worker_fails = look_and_end
+    signal_handling._error_if_any_worker_fails = check_and_end
 
 
 if __name__ == "__main__":
