@@ -44,6 +44,19 @@ def square(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(out, y)
 
 
+class Count:
+    """What a script counts, part of the run's state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
 @dataclass
 class Loop:
     """Everything that a plain loop has in its hands."""

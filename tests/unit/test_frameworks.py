@@ -45,7 +45,7 @@ from elastic.worker.process.early_run import joining_on_demand
 from elastic.worker.process.environment import PLACE
 from elastic.worker.process.local import NoNextGroup
 from tests.chaos import hf_job, lightning_job
-from tests.unit.engine_under_test import called, data, inside_a_run, inside_again, reported
+from tests.unit.engine_under_test import Count, called, data, inside_a_run, inside_again, reported
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of these libraries: theirs.
 _inside = pytest.fixture(autouse=True, name="_inside")(inside_a_run)
@@ -491,19 +491,6 @@ class Opened(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.steps.append(values["step"])
-
-
-class Count:
-    """What a script counts, part of the run's state."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
 
 
 def test_a_schedule_of_accelerate_goes_on_once_in_a_step(tmp_path: Path) -> None:

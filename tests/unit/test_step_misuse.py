@@ -25,6 +25,7 @@ from elastic.worker.engine.loop_guard import LoopGuard
 from elastic.worker.engine.train_call import current_engine
 from elastic.worker.process.local import LocalRun, run_local
 from elastic.worker.state.train_state import TrainState
+from tests.unit.engine_under_test import Count
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
 
@@ -292,19 +293,6 @@ def test_a_registered_teacher_that_trains_is_refused_where_steps_repeat(how: str
             guard.check_computed(repeats=repeats)
 
 
-class Count:
-    """A number that a loop counts up."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.number = state["number"]
-
-
 @pytest.mark.parametrize("global_batch_size", [2, 8])
 def test_a_count_before_the_step_is_done_is_refused_where_steps_repeat(
     global_batch_size: int,
@@ -316,10 +304,10 @@ def test_a_count_before_the_step_is_done_is_refused_where_steps_repeat(
         train.register(count=count)
         for _ in train.epochs(1):
             for (x,) in loader:
-                count.number += 1
+                count.steps += 1
                 iterate(model, optimizer, x)
                 train.stepped()
-        return count.number
+        return count.steps
 
     if global_batch_size == 2:  # One worker, for good, with one micro-batch.
         assert run(loop, global_batch_size=global_batch_size) == [16]
@@ -334,13 +322,13 @@ def test_a_loop_over_steps_counts_at_the_head_of_a_step() -> None:
         train.register(count=count)
         for _ in train.epochs(1):
             for step in train.steps(loader):
-                count.number += 1
+                count.steps += 1
                 for (x,) in step:
                     model(x).square().mean().backward()
-                count.number += 1
+                count.steps += 1
                 optimizer.step()
                 optimizer.zero_grad()
-        return count.number
+        return count.steps
 
     assert run(loop) == [8]
 
