@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from elastic.client import local_daemons
 from elastic.client.embedded import NOT_FOR_US, ClusterConnection, stop_cluster
 from elastic.client.local_daemons import StartedCluster, StartedDaemon, stop_started
 from elastic.coord.cli import main as coordinator
+from elastic.errors import Unavailable
 from elastic.storage.run_record import RunOwner
 from elastic.testing.local_cluster import is_running
 from tests.integration.small_coordinator import free_port
@@ -241,6 +243,29 @@ def test_an_agent_whose_coordinator_is_gone_is_not_waited_for(
         assert stop_started(cluster, print_line=print_line) == (node,)
     assert drains.wait(DEADLINE_S) == -signal.SIGTERM
     assert told == [f"agent (pid {drains.pid}) ends its workers unsaved: their coordinator is gone"]
+
+
+def test_what_was_there_stays_where_the_rest_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    local_daemons.folder().mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as old, subprocess.Popen(["sleep", "60"]) as new:
+        try:
+            node, head = (
+                StartedDaemon(part, RunOwner.of(one.pid), "")
+                for part, one in (("agent", old), ("coordinator", new))
+            )
+            there = StartedCluster("h:1", "", (node,))
+            with contextlib.suppress(Unavailable), local_daemons._all_or_nothing(there):
+                local_daemons._write(replace(there, daemons=(head, node)))
+                raise Unavailable("it did not come up")
+            assert local_daemons.find_started() == there
+            assert new.wait(DEADLINE_S) == -signal.SIGKILL
+            assert old.poll() is None
+        finally:
+            old.kill()
+            new.kill()
 
 
 def test_ctrl_c_while_a_head_starts_ends_what_was_started(tmp_path: Path) -> None:
