@@ -114,6 +114,7 @@ def test_parameters_that_are_unfrozen_inside_the_loop_are_refused() -> None:
         (nn.Embedding(3, 2, max_norm=1.0), r"module\.added: Embedding\(max_norm=1.0\)"),
         (nn.SyncBatchNorm(2), r"module\.added: SyncBatchNorm waits in forward for all ranks"),
         (nn.LazyLinear(2), r"module\.added\.weight: has no shape before the first forward"),
+        (nn.LazyBatchNorm1d(affine=False), r"module\.added\.running_mean: has no shape"),
     ],
 )
 def test_a_layer_whose_forward_makes_ranks_differ_or_wait_is_refused(

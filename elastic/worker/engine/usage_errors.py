@@ -129,10 +129,10 @@ def weights_changed(cursor: Cursor) -> UsageError:
 
 
 def check_lazy(models: Sequence[nn.Module]) -> None:
-    """Refuse parameters that get their shape in the first forward; the UsageError names one."""
+    """Refuse tensors that get their shape in the first forward; the UsageError names one."""
     for number, model in enumerate(models):
-        for name, parameter in model.named_parameters():
-            if is_lazy(parameter):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(tensor):
                 raise UsageError(
                     f"model {number}, {name}: has no shape before the first forward, so that no "
                     f"state can be received for it: run the model once on a batch like those of "
