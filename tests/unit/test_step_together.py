@@ -90,7 +90,10 @@ def test_a_newcomer_has_the_scales_of_the_run_before_it_uses_its_scalers() -> No
             return [torch.amp.GradScaler("cpu", init_scale=scale) for scale in scales]
 
     theirs, ours = TrainState(), TrainState()
-    used, mine = made(theirs, 64.0, 1024.0), [*made(ours, 8.0)[1:], *made(ours, 64.0, 1024.0)]
+    replaced: list[Any] = [*made(ours, 8.0)]
+    replaced.append(replaced)  # Only the garbage collector ends it.
+    del replaced
+    used, mine = made(theirs, 64.0, 1024.0), made(ours, 64.0, 1024.0)
     for state in (theirs, ours):
         state.begin()  # The scaler that was replaced by another one is gone.
     with scalers_know(NoSteps(theirs)):  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ keep the very tensors that they know. Everything else goes through `state_dict`.
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -117,6 +118,8 @@ class TrainState:
 
     def begin(self) -> dict[int, OptimizerUnit]:
         """The loop begins: return what each optimizer steps, and remember what trains."""
+        if len(self._made_scalers) > 1:
+            gc.collect()  # One that was replaced may be held by a cycle, on some ranks only.
         for made in self._made_scalers:
             if (scaler := made()) is not None:
                 self.add_scaler(scaler)
