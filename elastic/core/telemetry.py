@@ -71,6 +71,9 @@ class Goodput:
         return {"ratio": round(self.ratio, 6), "allocated_s": allocated_s, "seconds": seconds}
 
 
+UNSAVED_CHARS_MAX = 1000
+"""Of an error of storage: some hold a whole answer of a server."""
+
 FIELDS = tuple(field.name for field in fields(Goodput))
 CATEGORIES = tuple(name.removesuffix("_ns") for name in FIELDS)
 (
@@ -121,7 +124,7 @@ class Telemetry:
         num_steps: of this epoch, 0 if not known.
         logged: JSON object of the newest averages of `train.log`; of rank 0, "" of the others.
         unsaved: why storage has refused the rank's part of the group's newest automatic checkpoint,
-            or, of rank 0, any of it; "" if it has not.
+            or, of rank 0, any of it; "" if it has not. At most `UNSAVED_CHARS_MAX`.
     """
 
     steps: int = 0

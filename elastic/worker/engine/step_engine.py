@@ -80,6 +80,7 @@ from elastic.core.telemetry import (
     DATA_WAIT,
     REFORM,
     RESTORE,
+    UNSAVED_CHARS_MAX,
     USER,
     Telemetry,
 )
@@ -728,7 +729,7 @@ class StepEngine:
             num_epochs=self._epochs.total,
             num_steps=loader.steps_of(epoch) or 0 if loader is not None else 0,
             logged=self.run.logbook.latest_json() if rank == 0 else "",
-            unsaved=self.context.snapshotter.refused,
+            unsaved=self.context.snapshotter.refused[:UNSAVED_CHARS_MAX],
         )
 
     # ------------------------------------------------------------------- optimizer steps
