@@ -143,6 +143,7 @@ def test_torch_gets_its_own_functions_back() -> None:
         assert device_mesh.init_process_group is dist.init_process_group  # type: ignore[attr-defined]
         form()
         assert dist.is_initialized()
+        assert device_mesh.DeviceMesh(device_type="cpu", mesh=[0]).size() == 1
     assert [getattr(dist, name) for name in names] == before
     assert device_mesh.init_process_group is before[0]  # type: ignore[attr-defined]
     assert not dist.is_initialized()

@@ -339,7 +339,7 @@ class TorchPatches:
         begin = DeviceMesh.__init__
 
         @functools.wraps(begin)
-        def begin_known(mesh: Any, *args: Any, **named: Any) -> None:
+        def begin_known(mesh: Any, /, *args: Any, **named: Any) -> None:
             begin(mesh, *args, **named)
             _note_mesh(mesh)
 
