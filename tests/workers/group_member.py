@@ -296,7 +296,10 @@ AT_ONCE = (
 
 
 def answer(member: Member, order: dict[str, Any]) -> None:
-    """Carry out one order and print the reply."""
+    """Carry out one order and send the reply, over the connection that it came by.
+
+    Not over standard output: gloo of torch 2.9 prints there.
+    """
     began = time.monotonic()
     result: dict[str, Any] = {"id": order["id"], "began": began}
     try:
@@ -306,8 +309,11 @@ def answer(member: Member, order: dict[str, Any]) -> None:
     except BaseException as error:
         result["error"] = f"{type(error).__name__}: {error}"
     result["ended"] = time.monotonic()
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
+    send(result)
+
+
+def send(result: dict[str, Any]) -> None:
+    os.write(0, json.dumps(result).encode() + b"\n")
 
 
 def serve() -> None:
@@ -326,7 +332,7 @@ def serve() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     torch.set_num_threads(1)
-    print(json.dumps({"id": 0, "began": 0.0, "ended": 0.0}), flush=True)
+    send({"id": 0, "began": 0.0, "ended": 0.0})
     while True:
         answer(member, orders.get())
 
@@ -355,8 +361,7 @@ def main() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for one in (control, wakes, woken):
                 one.close()
-            for standard in (0, 1):
-                os.dup2(connections[0], standard)
+            os.dup2(connections[0], 0)
             os.close(connections[0])
             serve()
         os.close(connections[0])

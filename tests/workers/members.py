@@ -53,6 +53,7 @@ class Template:
                 [sys.executable, "-m", "tests.workers.group_member"],
                 cwd=ROOT,
                 stdin=theirs,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
