@@ -410,6 +410,16 @@ def test_a_metric_that_does_not_save_what_it_counts_is_refused() -> None:
     assert float(engine.state.take()["registered"]["mean"]["mean_value"]) == 3.0
 
 
+def test_a_metric_within_another_is_named_and_one_within_a_model_is_let_be() -> None:
+    library = pytest.importorskip("torchmetrics")
+    metric = library.MinMaxMetric(library.MeanMetric())
+    metric.persistent(True)
+    with pytest.raises(UsageError, match=r"call best\._base_metric\.persistent\(True\) before"):
+        train.register(best=metric)
+    metric._base_metric.persistent(True)
+    train.register(best=metric, average=nn.Sequential(nn.Linear(1, 1), library.MeanMetric()))
+
+
 def test_a_loop_without_an_optimizer_is_refused() -> None:
     prepare_model(nn.Linear(1, 1))
     with pytest.raises(UsageError, match="no optimizer was prepared"):

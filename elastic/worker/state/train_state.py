@@ -92,11 +92,13 @@ class TrainState:
             )
         if self.registered.get(name, thing) is not thing:
             raise UsageError(f"train.register({name}=...): another object has this name already")
-        if _is_forgetful_metric(thing):
+        for metric in _forgetful_metrics(thing):
+            # What wraps others does not pass it on to them.
+            where = ".".join(filter(None, (name, metric)))
             raise UsageError(
-                f"train.register({name}=...): torchmetrics leaves what a {type(thing).__name__} "
-                f"counts out of its state_dict(), so that a worker that joins, or a run that is "
-                f"resumed, would begin with nothing: call {name}.persistent(True) before"
+                f"train.register({name}=...): torchmetrics leaves what {where} counts out of its "
+                f"state_dict(), so that a worker that joins, or a run that is resumed, would begin "
+                f"with nothing: call {where}.persistent(True) before"
             )
         self.registered[name] = thing
         if is_own:
@@ -365,13 +367,19 @@ class TrainState:
         ]
 
 
-def _is_forgetful_metric(thing: Stateful) -> bool:
-    """Return whether it is, or has, a metric of torchmetrics that is not asked to save itself."""
+def _forgetful_metrics(thing: Stateful) -> Iterator[str]:
+    """Yield where in it metrics of torchmetrics are that are not asked to save themselves.
+
+    Those of a model do not count, such as of an average of its weights: nothing is asked of them.
+    """
     library = sys.modules.get("torchmetrics")
     if library is None or not isinstance(thing, nn.Module):
-        return False
-    metrics = [part for part in thing.modules() if isinstance(part, library.Metric)]
-    return any(one.metric_state.keys() - one.state_dict().keys() for one in metrics)
+        return
+    if isinstance(thing, library.Metric) or not any(True for _ in thing.parameters()):
+        for path, part in thing.named_modules():
+            is_metric = isinstance(part, library.Metric)
+            if is_metric and part.metric_state.keys() - part.state_dict().keys():
+                yield path
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
