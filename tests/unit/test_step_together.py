@@ -104,6 +104,20 @@ def test_a_newcomer_has_the_scales_of_the_run_before_it_uses_its_scalers() -> No
     assert [one.state_dict() for one in mine] == [one.state_dict() for one in used]
 
 
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_a_run_that_was_saved_with_its_scaler_disabled_goes_on_with_one(
+    is_made_before: bool,
+) -> None:
+    theirs, ours = TrainState(), TrainState()
+    theirs.add_scaler(torch.amp.GradScaler("cpu", enabled=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if is_made_before:
+        ours.add_scaler(scaler)
+    ours.put(theirs.take())
+    ours.add_scaler(scaler)
+    assert scaler.get_scale() == 8.0
+
+
 def test_averages_since_the_last_report_go_on_from_a_checkpoint() -> None:
     before, after, started = Logbook(), Logbook(), Logbook()
     for logbook, losses in ((before, (3.0, 1.0)), (started, (9.0,))):

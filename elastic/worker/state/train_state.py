@@ -115,8 +115,8 @@ class TrainState:
         """
         if not any(scaler is known for known in self.scalers):
             self.scalers.append(scaler)
-            if self._unused_scalers:
-                scaler.load_state_dict(self._unused_scalers.pop(0))
+            if self._unused_scalers and (theirs := self._unused_scalers.pop(0)):
+                scaler.load_state_dict(theirs)
 
     def begin(self) -> dict[int, OptimizerUnit]:
         """The loop begins: return what each optimizer steps, and remember what trains."""
@@ -298,7 +298,9 @@ class TrainState:
         for kind in ("schedulers", "scalers"):
             # Of scalers there may be more than we have met: some are known from their first use on.
             for thing, theirs in zip(getattr(self, kind), state[kind], strict=False):
-                thing.load_state_dict(_with_kinds_of(thing.state_dict(), theirs))
+                # Scalers that are enabled refuse that of a disabled one, such as a CPU's.
+                if theirs:
+                    thing.load_state_dict(_with_kinds_of(thing.state_dict(), theirs))
         self._unused_scalers = state["scalers"][len(self.scalers) :]
         self._late = given if self._is_late else None
         for name, one in state["registered"].items() if self._late is None else ():
