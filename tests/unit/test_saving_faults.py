@@ -11,6 +11,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.errors import StorageError
 from elastic.storage.verify import verify
 from elastic.worker.checkpoint import checkpoint_writer as writing
+from elastic.worker.checkpoint import snapshotter as saving
 from tests.harness.faulty_storage import Faults
 from tests.patience import DEADLINE_S
 from tests.unit.saving_under_test import Run
@@ -74,6 +75,25 @@ def test_a_rank_that_cannot_report_its_refused_part_fails_the_run(faults: Faults
         run.savers[1].finish()
     faults.remove()
     run.savers[0].finish()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_whose_last_checkpoint_hangs_has_not_ended_well(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    run = run_on(faults)
+    hang = faults.add("hang", on="write", match="*part-00001.d*", times=1)
+    run.save(wait=False)
+    faults.wait_hit(hang)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "FINISH_REPORTED_S", 0.0)
+        patch.setattr(saving, "FINISH_S", 0.0)
+        run.savers[rank].finish()
+        run.savers[rank].must_end_stored = True
+        with pytest.raises(StorageError, match=r"run could not be stored .*in 0 s"):
+            run.savers[rank].finish()
+    faults.remove()
+    run.savers[rank].finish()
 
 
 @pytest.mark.parametrize("match", ["*manifest*", "*_PREPARED*"])

@@ -469,12 +469,13 @@ class Snapshotter:
         """Wait until what was taken is durable, or given up.
 
         Raises:
-            StorageError: storage has refused the last one, which is of the end of the run.
+            StorageError: storage has not taken the last one, which is of the end of the run.
         """
         self.settle()
         writer = self._writer
         if writer is None:
             return
+        hangs = ""
         if not writer.finish(FINISH_REPORTED_S):
             log.warning(
                 "checkpoint_awaited: the train function has returned, and its last checkpoint is "
@@ -483,11 +484,12 @@ class Snapshotter:
             )
             if not writer.finish(FINISH_S):
                 log.warning("checkpoint_left: storage has not taken it in %.0f s", FINISH_S)
-        if self.must_end_stored and self.refused:
+                hangs = f"storage has not taken it in {FINISH_S:.0f} s"
+        if self.must_end_stored and (why := self.refused or hangs):
             raise StorageError(
-                f"the state at the end of the run could not be stored ({self.refused}): make "
-                f"room, or mend the storage, and run it again under its name; it goes on from its "
-                f"newest checkpoint"
+                f"the state at the end of the run could not be stored ({why}): make room, or mend "
+                f"the storage, and run it again under its name; it goes on from its newest "
+                f"checkpoint"
             )
 
     def close(self) -> None:
