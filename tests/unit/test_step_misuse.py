@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -332,6 +333,29 @@ def test_a_loop_over_steps_counts_at_the_head_of_a_step() -> None:
         return count.steps
 
     assert run(loop) == [8]
+
+
+@pytest.mark.parametrize("max_workers", [1, 2])
+def test_a_count_within_a_step_is_refused_before_the_job_grows(max_workers: int) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> int:
+        engine, count = current_engine(), Count()
+        assert engine is not None
+        engine.enter(replace(engine.context, max_workers=max_workers))
+        train.register(count=count)
+        for _ in train.epochs(1):
+            for step in train.steps(loader):
+                for (x,) in step:
+                    count.steps += 1
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return count.steps
+
+    if max_workers == 1:
+        assert run(loop) == [16]
+        return
+    with pytest.raises(UsageError, match=r"registered count: changed before the step was done"):
+        run(loop)
 
 
 @pytest.mark.parametrize("is_known", [False, True])

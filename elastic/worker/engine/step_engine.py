@@ -834,7 +834,8 @@ class StepEngine:
 
     def _settle_buffers(self) -> bool:
         """Do the last of a step that needs other ranks; leaving it puts the buffers back."""
-        is_shared = self.options.is_in_place and self.context.world_size > 1
+        # Refused from the first, and not once the job has grown.
+        is_shared = self.options.is_in_place and self.context.max_workers > 1
         repeats = is_shared or self._counts_iterations()
         self._the_loop().guard.check_computed(repeats=repeats)
         # An aborted NCCL collective ends without an error, so that order counts.
