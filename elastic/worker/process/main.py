@@ -222,10 +222,11 @@ def end_with_loaders() -> None:
         try:
             check()
         except RuntimeError as error:
-            if not str(error).rstrip(". ").endswith("killed by signal: Killed"):
+            what = str(error).rstrip(". ")
+            if not what.endswith("killed by signal: Killed"):
                 raise
             # Not through a stream or a logger: the main thread may be inside of one right now.
-            os.write(2, f"{error}: this worker ends with it\n".encode())
+            os.write(2, f"{what}: this worker ends with it\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
     signal_handling._error_if_any_worker_fails = check_and_end
