@@ -95,6 +95,8 @@ SLEEP_CALLS = {
     "aarch64": ("101", "115"),
 }.get(platform.machine(), ())
 """Numbers of the system calls nanosleep and clock_nanosleep, in which `time.sleep` waits."""
+SELECT_CALLS = {"x86_64": ("23", "270"), "aarch64": ("72",)}.get(platform.machine(), ())
+"""Those of select and pselect6, in which it waits for no descriptor in Python 3.10."""
 
 
 class BytecodeProbe:
@@ -273,9 +275,10 @@ def is_asleep() -> bool:
     try:
         # Not `native_id`: after a fork it is still that of the process before.
         with open(f"/proc/self/task/{os.getpid()}/syscall") as file:
-            return file.read().split(" ", 1)[0] in SLEEP_CALLS
+            number, *arguments = file.read().split()
     except OSError:
         return False  # Some containers do not show it.
+    return number in SLEEP_CALLS or (number in SELECT_CALLS and arguments[0] == "0x0")
 
 
 def _outside_of_waits(frame: FrameType | None) -> FrameType | None:
