@@ -218,8 +218,8 @@ class CoordinatorConfig:
             stalled; a little longer than their own timeout for storage.
         stop_grace_s: between asking a worker to end and killing it.
         restart_delay_s_max: longest back-off between replacements of a failing worker.
-        crash_loop_limit: losses in a row, without a committed step, a report or a healthy period
-            in between, after which the job fails; kills and lost nodes are none.
+        crash_loop_limit: losses in a row, without a step that is not one done again, a report or a
+            healthy period in between, after which the job fails; kills and lost nodes are none.
         healthy_after_s: training this long without a loss resets the count of losses in a row.
         node_faults_max: more hangs, crashes and failed starts of workers than this on one node
             within `fault_window_s`, and more than twice as many as on any other, keep new workers

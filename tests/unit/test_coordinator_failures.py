@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
-from elastic.core.facts import JobPhase
+from elastic.core.facts import ExitCause, ExitKind, JobPhase
 from elastic.core.messages import ReportAck
+from elastic.core.policy.failure import OUT_OF_MEMORY
 from tests.unit.coordinator_under_test import CONFIG, Coordinator, running
 
 # ---------------------------------------------------------------- losses in a row
@@ -20,6 +23,23 @@ def test_many_nodes_lost_at_once_are_no_crash_loop() -> None:
     coordinator.advance(CONFIG.node_grace_s)
     assert coordinator.members("a").endswith(": n1/1 n2/1")
     assert coordinator.job("a").record.losses == 0
+
+
+def test_a_job_that_ends_for_want_of_memory_at_the_same_step_is_given_up() -> None:
+    coordinator = running(nodes=1)
+    killed = ExitCause(ExitKind.SIGNAL, int(signal.SIGKILL), OUT_OF_MEMORY)
+    for number in range(1, CONFIG.crash_loop_limit + 2):
+        assert coordinator.job("a").record.phase is not JobPhase.FAILED
+        worker = f"n1/{number}"
+        if number > 1:
+            coordinator.advance(CONFIG.restart_delay_s_max)
+            coordinator.ready(worker)
+            coordinator.training(worker)
+        for step in (1, 2, 3):
+            coordinator.steps(worker, step, place=(0, step))
+        coordinator.exits(worker, killed)
+    record = coordinator.job("a").record
+    assert (record.phase, record.losses) == (JobPhase.FAILED, CONFIG.crash_loop_limit + 1)
 
 
 # ---------------------------------------------------------------- who else has failed

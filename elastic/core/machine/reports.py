@@ -178,7 +178,9 @@ def take_progress(cluster: ClusterState, progress: Progress) -> None:
         cluster.touch(job)  # What it waits for has changed.
     worker.steps, worker.telemetry = progress.steps, telemetry
     worker.measured_ns = cluster.now_ns
-    if progress.steps and job.outcome.history.losses:
+    # Otherwise a job that always ends at the same step would never be given up.
+    is_new = not job.ledger.is_again(telemetry.position)
+    if progress.steps and is_new and job.outcome.history.losses:
         forgive(job)
     if progress.worker_id in job.newest.first_steps or not progress.first_step_unix_ns:
         return

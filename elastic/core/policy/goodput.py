@@ -128,6 +128,10 @@ class Ledger:
         """Mark the steps done so far, because a new group may repeat some of them."""
         self.again_until = self.furthest
 
+    def is_again(self, position: tuple[int, int]) -> bool:
+        """Return whether the steps before this one were done before the newest group, too."""
+        return any(position) and position <= self.again_until
+
     def move(self, account: Account, to: int, now_ns: int) -> None:
         """Book a worker's time until now, and change its category."""
         if account.category != to:
@@ -163,7 +167,7 @@ class Ledger:
             if trains_ns:  # What it never reports of an earlier group, it spent on leaving it.
                 self.booked[REFORM] += account.late_ns
                 account.late_ns = 0
-            if position <= self.again_until and any(position):
+            if self.is_again(position):
                 parts[REDONE] += parts[PRODUCTIVE]
                 parts[PRODUCTIVE] = 0
             self.booked = [sum(pair) for pair in zip(self.booked, parts, strict=True)]
