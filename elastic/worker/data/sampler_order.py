@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from elastic.core.policy.seeds import derive
+from elastic.core.policy.seeds import MASK_32, derive
 from elastic.errors import UsageError
 from elastic.worker.data.attributes import attributes_print
 from elastic.worker.data.randomness import seeded
@@ -117,7 +117,7 @@ def _seed(generator: Any, seed: int, afterwards: ExitStack) -> None:
         bits.state = type(bits)(seed).state  # type: ignore[call-arg]
     elif isinstance(generator, np.random.RandomState):
         afterwards.callback(generator.set_state, generator.get_state())
-        generator.seed(seed & 0xFFFFFFFF)
+        generator.seed(seed & MASK_32)
     elif isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
         afterwards.callback(generator.setstate, generator.getstate())
         generator.seed(seed)
