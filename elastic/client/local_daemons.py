@@ -7,6 +7,7 @@ check that the processes are still alive, so an ended cluster is not used.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -120,14 +121,15 @@ def start_head(
         Unavailable: a part did not come up; its log is shown.
     """
     address = f"{host}:{port}"
-    there = started = _what_is_left(("coordinator", "agent"), address, token_file)
-    if not started.token_file:
-        started = replace(started, token_file=_create_token())
-    with _all_or_nothing(there):
-        if not started.runs("coordinator"):
-            started = _with_coordinator(started, host, port, store)
-        if not started.runs("agent"):
-            started = _with_agent(started, node, print_line)
+    with _one_at_a_time():
+        there = started = _what_is_left(("coordinator", "agent"), address, token_file)
+        if not started.token_file:
+            started = replace(started, token_file=_create_token())
+        with _all_or_nothing(there):
+            if not started.runs("coordinator"):
+                started = _with_coordinator(started, host, port, store)
+            if not started.runs("agent"):
+                started = _with_agent(started, node, print_line)
     return started
 
 
@@ -142,9 +144,10 @@ def join(
         UsageError: there is one, or a part of another cluster, here; or it refuses its flags.
         Unavailable: it did not come up; its log is shown.
     """
-    there = _what_is_left(("agent",), address, token_file)
-    with _all_or_nothing(there):
-        return _with_agent(there, node, print_line)
+    with _one_at_a_time():
+        there = _what_is_left(("agent",), address, token_file)
+        with _all_or_nothing(there):
+            return _with_agent(there, node, print_line)
 
 
 def stop_started(
@@ -206,15 +209,24 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Wait for another start by this user: the record would list the processes of one of them."""
+    _make_folder()
+    with (folder() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _what_is_left(parts: Collection[str], address: str, token_file: str) -> StartedCluster:
     """Return the cluster that is to be started, with what there is of it already.
 
     Raises:
-        UsageError: all of these parts run, or parts of another cluster; or there is no folder.
+        UsageError: all of these parts run, or parts of another cluster.
     """
     there = find_started()
     if there is None:
-        _make_folder()
+        shutil.rmtree(_log_dir(), ignore_errors=True)
         return StartedCluster(address, token_file)
     names = ", ".join(f"{d.part} (pid {d.process.pid})" for d in there.alive())
     text = f"elastic start: {names} of {there.address} runs here already; 'elastic stop' ends it"
@@ -236,7 +248,6 @@ def _make_folder() -> None:
             raise UsageError(f"elastic start: cannot use {place}: {error}") from error
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
             raise UsageError(f"elastic start: {place} is not this user's alone; remove it")
-    shutil.rmtree(_log_dir(), ignore_errors=True)
 
 
 def _log_dir() -> Path:
