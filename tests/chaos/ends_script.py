@@ -40,7 +40,10 @@ def plain(way: str) -> None:
 
 
 def told(storage: Path) -> None:
-    """Train until some rank is told to end, then save and end as such scripts do."""
+    """Train until some rank is told to end, then save and end as such scripts do.
+
+    To save takes as long as there is a file "gate".
+    """
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     signal.signal(signal.SIGUSR1, lambda *_: (storage / f"usr1-{dist.get_rank()}").touch())
@@ -51,6 +54,8 @@ def told(storage: Path) -> None:
         dist.all_reduce(ends)
         (storage / f"trains-{dist.get_rank()}").write_text(str(os.getpid()))
         if ends:
+            while (storage / "gate").exists():
+                time.sleep(0.01)
             (storage / f"saved-{dist.get_rank()}").touch()
             sys.exit(128 + signal.SIGTERM)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from elastic.core.config import JobSpec
 from elastic.core.facts import ENDED, Entry, EntryKind, JobId, JobPhase
 from elastic.testing.local_cluster import LocalCluster
 from tests.chaos.scripts import Script
-from tests.patience import wait_for
+from tests.patience import DEADLINE_S, wait_for
 
 SCRIPT = Path(__file__).with_name("ends_script.py")
 
@@ -81,3 +82,30 @@ def test_a_scripts_own_handlers_of_signals_are_called_as_under_torchrun(
     assert has_all("saved"), script.said()
     assert "Traceback" not in script.said()
     script.assert_nothing_is_left()
+
+
+def test_a_script_saves_when_its_node_leaves_while_who_replaces_it_is_ready(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "gate").touch()
+    spec = job_of("told", tmp_path)
+    entry = replace(spec.entry, args=("told", str(tmp_path)))
+    job_id = cluster.submit(replace(spec, entry=entry, min_workers=2, max_workers=2))
+    files = [tmp_path / f"{name}-{rank}" for name in ("trains", "saved") for rank in range(2)]
+    wait_for(lambda: all(file.exists() for file in files[:2]), "both ranks to train")
+    (before,) = (job for job in cluster.view().jobs if job.record.spec.job_id == job_id)
+    assert before.record.group is not None
+    node = before.record.group.members[1].node_id
+    cluster.client.drain(node, timeout_s=120)
+    view = cluster.wait(
+        job_id, lambda v: v.record.generation > 1 or "1 to join" in v.reason, "one to replace it"
+    )
+    assert view.record.generation == 1
+    (tmp_path / "gate").unlink()
+    view = cluster.wait(job_id, lambda v: v.record.generation > 1, "the next group")
+    assert all(file.exists() for file in files)
+    assert view.record.failures == 0
+    cluster.stop_jobs()
+    cluster.agents[node].wait(DEADLINE_S)
+    cluster.start_node(node)
+    cluster.wait_nodes(3)

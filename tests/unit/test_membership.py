@@ -250,6 +250,9 @@ def test_members_that_are_replaced_wait_for_each_other_for_a_while() -> None:
         ("a1:train/1s b1:train/1s c1:ready/0 d1:start/0", "ask join"),
         ("a1:train/1s b1:done/1s c1:ready/0", "ask join"),
         ("a1:train/1 b1:train/1 c1:ready/0", "ask join"),
+        # A node leaves: until then its script may save.
+        ("a1:train/1s b1:train/1sL c1:ready/0", "ask drain"),
+        ("a1:train/1s b1:train/1s! c1:ready/0", "replace drain: a1 c1"),
     ],
 )
 def test_a_script_that_knows_no_boundary_ends_for_who_is_ready_to_join(

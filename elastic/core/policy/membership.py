@@ -291,8 +291,10 @@ def _decide_open(
         return Decision(
             GroupPlan(GroupAction.KEEP), f"the node of {', '.join(silent)} does not answer", wake_ns
         )
-    ending = [c for c in members if c.phase is WorkerPhase.FINISHED]
-    if spec.own_steps and not (ending or any(_is_starting(c) for c in strangers)):
+    ends = any(c.phase is WorkerPhase.FINISHED for c in members)
+    # A script that was notified saves, or goes on to train, until its node must leave.
+    drains = any(c.leaving and c.leave_by_ns is not None for c in members)
+    if spec.own_steps and not (ends or drains or any(_is_starting(c) for c in strangers)):
         joining = len(set(wanted) - set(current.members))
         if joining and any(c.spent for c in members):
             # It has no boundaries, so they could never join.
