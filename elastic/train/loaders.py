@@ -27,6 +27,7 @@ from elastic.train.session import require_context, require_engine, require_place
 from elastic.worker.data.loader import MicroBatchLoader, Weigh, is_plain, is_torchdatas
 from elastic.worker.data.moving import moved
 from elastic.worker.data.randomness import RandomStates, seed_everything, seeded
+from elastic.worker.data.reading import BatchCollate, BatchDataset
 from elastic.worker.data.seeding import EvaluationDataset, LoaderWorkerInit
 from elastic.worker.data.streams import MicroBatches, StreamLoader
 from elastic.worker.engine.context import WorkerContext
@@ -43,6 +44,7 @@ def prepare_data_loader(
     auto_transfer: bool = True,
     *,
     global_batch_size: int | None = None,
+    batches_per_step: int | None = None,
     streams: str | None = None,
     weigh: Weigh | None = None,
 ) -> PreparedLoader:
@@ -80,6 +82,8 @@ def prepare_data_loader(
 
     Any sampler that has a length is kept: it provides the order of each epoch, with all
     generators seeded for that, so that every rank gets the same. A DistributedSampler is replaced.
+    So is a batch sampler, as one that puts texts of like length together: each batch is a
+    micro-batch, and weighs in its step by its samples. It knows nothing of ranks.
 
     Args:
         data_loader: as for one process; its `batch_size` is that of a micro-batch.
@@ -89,6 +93,7 @@ def prepare_data_loader(
         auto_transfer: copy while the step before still runs, if the memory is pinned.
         global_batch_size: samples of a step, a multiple of `batch_size`; by default one
             micro-batch for each worker of the largest group.
+        batches_per_step: the same as a number of the loader's batches.
         streams: how an iterable dataset becomes streams: "shard", "worker" or "count"; by
             default "shard" if it has that method, "count" otherwise.
         weigh: called with a micro-batch, as the loader yields it, returns its weight in the mean
@@ -98,9 +103,8 @@ def prepare_data_loader(
             the step. By default the weight is the number of samples.
 
     Raises:
-        UsageError: the loader has a custom batch sampler, which cannot be split safely, or a
-            sampler without length; it is no DataLoader, or one that iterates otherwise; or the
-            global batch does not fit.
+        UsageError: the loader has a sampler without length; it is no DataLoader, or one that
+            iterates otherwise; or the global batch does not fit.
     """
     context = require_context("prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
@@ -111,17 +115,11 @@ def prepare_data_loader(
     if add_dist_sampler:
         _check_plain(data_loader)
     is_iterable = isinstance(data_loader.dataset, IterableDataset)
-    batches: Any = data_loader.batch_sampler
-    if data_loader.batch_size is None and is_plain(batches, BatchSampler) and add_dist_sampler:
-        # An equivalent loader without the batch sampler.
-        data_loader = loader_like(
-            data_loader,
-            sampler=batches.sampler,
-            batch_size=batches.batch_size,
-            drop_last=batches.drop_last,
-        )
+    size = data_loader.batch_size
+    if size is None and data_loader.batch_sampler is not None and add_dist_sampler:
+        data_loader, size = _without_batch_sampler(data_loader)
     cut = _cut_of(streams, is_iterable)
-    number = num_micro_batches(context, data_loader.batch_size, global_batch_size)
+    number = num_micro_batches(context, size, global_batch_size, batches_per_step)
     return PreparedLoader(
         data_loader,
         get_device() if move_to_device else None,
@@ -131,6 +129,23 @@ def prepare_data_loader(
         streams=cut if is_iterable and add_dist_sampler else None,
         weigh=weigh,
     )
+
+
+def _without_batch_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], int | None]:
+    """Return an equivalent loader with a sampler, and the samples of a batch, None if they vary."""
+    batches: Any = loader.batch_sampler
+    if is_plain(batches, BatchSampler):
+        size = batches.batch_size
+        return loader_like(
+            loader, sampler=batches.sampler, batch_size=size, drop_last=batches.drop_last
+        ), size
+    return loader_like(
+        loader,
+        dataset=BatchDataset(loader.dataset),
+        collate_fn=BatchCollate(loader.collate_fn),
+        sampler=batches,
+        batch_size=1,
+    ), None
 
 
 def _check_plain(loader: DataLoader[Any]) -> None:
@@ -164,20 +179,37 @@ def _cut_of(streams: str | None, is_iterable: bool) -> StreamCut | str:
 
 
 def num_micro_batches(
-    context: WorkerContext, size: int | None, global_batch_size: int | None
+    context: WorkerContext,
+    size: int | None,
+    global_batch_size: int | None,
+    batches_per_step: int | None = None,
 ) -> int:
     """Return V, the micro-batches of a step.
 
     Args:
         context: has the size of the largest group.
         size: samples of a micro-batch, None if the loader has no batch size.
-        global_batch_size: samples of a step, None for the default.
+        global_batch_size: samples of a step.
+        batches_per_step: the same in micro-batches; both are None for the default.
 
     Raises:
-        UsageError: the global batch size is no such multiple, or is too small.
+        UsageError: the global batch size is no such multiple, or is too small; or both are given.
     """
+    least = context.max_workers
+    if batches_per_step is not None:
+        if global_batch_size is not None or not is_whole(batches_per_step):
+            raise UsageError(
+                f"prepare_data_loader(batches_per_step={batches_per_step!r}): expected an int, "
+                f"and no global_batch_size beside it"
+            )
+        if batches_per_step < least:
+            raise UsageError(
+                f"prepare_data_loader(batches_per_step={batches_per_step}): expected at least "
+                f"{least}, one batch for each of at most {least} workers"
+            )
+        return batches_per_step
     if global_batch_size is None:
-        return context.max_workers
+        return least
     if not is_whole(global_batch_size):
         raise UsageError(
             f"prepare_data_loader(global_batch_size={global_batch_size!r}): expected an int, the "
@@ -186,16 +218,16 @@ def num_micro_batches(
     if size is None:
         raise UsageError(
             f"prepare_data_loader(global_batch_size={global_batch_size}): the loader has no "
-            f"batch_size, which is that of a micro-batch: use batch_size=, and sampler= instead of "
-            f"a batch_sampler"
+            f"batch_size, which is that of a micro-batch: leave global_batch_size out, and a step "
+            f"takes a batch for each of at most {least} workers, or say how many by "
+            f"prepare_data_loader(batches_per_step=)"
         )
     number, rest = divmod(global_batch_size, size)
-    if rest or number < context.max_workers:
+    if rest or number < least:
         raise UsageError(
             f"prepare_data_loader(global_batch_size={global_batch_size}): expected a multiple of "
-            f"the loader's batch_size={size}, and at least {size * context.max_workers}, one "
-            f"micro-batch for each of at most {context.max_workers} workers; use a smaller "
-            f"batch_size, or fewer workers"
+            f"the loader's batch_size={size}, and at least {size * least}, one micro-batch for "
+            f"each of at most {least} workers; use a smaller batch_size, or fewer workers"
         )
     return number
 
@@ -245,6 +277,17 @@ class PreparedLoader:
         self._epoch = 0 if deals else None
         self._by_step: MicroBatches | None = None
         self._loader = loader
+        # What scripts see of a loader with a batch sampler of their own.
+        self._shown: dict[str, Any] = {}
+        if isinstance(loader.dataset, BatchDataset):
+            collate: Any = loader.collate_fn
+            self._shown = {
+                "dataset": loader.dataset.dataset,
+                "collate_fn": collate.collate,
+                "batch_sampler": loader.sampler,
+                "batch_size": None,
+                "worker_init_fn": loader.worker_init_fn,
+            }
         self._whole: tuple[RankBatches, DataLoader[Any]] | None = None
         self._sampler: RankSampler | None = None
         self.evaluated: Pass | None = None
@@ -253,7 +296,9 @@ class PreparedLoader:
             self._sampler = RankSampler(
                 loader.dataset, self._order, self._chosen(), drop_last=loader.drop_last
             )
-            self._loader = loader_like(loader, sampler=self._sampler)
+            # Of a loader with such a sampler processes are to know the user's dataset.
+            init = LoaderWorkerInit(loader.worker_init_fn) if self._shown else loader.worker_init_fn
+            self._loader = loader_like(loader, sampler=self._sampler, worker_init_fn=init)
 
     def _chosen(self) -> Callable[[int], None]:
         """Return what a sampler calls for `set_epoch`; it does not keep this loader alive."""
@@ -485,7 +530,7 @@ class PreparedLoader:
         """Pass everything else on to the loader."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return self._shown[name] if name in self._shown else getattr(self._loader, name)
 
 
 def is_trained_with(engine: StepEngine) -> bool:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from elastic.core.policy.seeds import derive
 from elastic.errors import UsageError
-from elastic.worker.data.loader import is_dealt, is_plain, is_shuffle
+from elastic.worker.data.loader import is_dealt, is_shuffle
+from elastic.worker.data.reading import BatchDataset
 from elastic.worker.data.sampler_order import OrderedSampler, SamplerOrders
 from elastic.worker.data.seeding import EvaluationRequest
 
@@ -35,17 +36,7 @@ class Order:
     """The order in which one process would read the samples of a pass."""
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        """Inspect the loader's sampler.
-
-        UsageError if it has a custom batch sampler, or one that has no length.
-        """
-        if loader.batch_sampler is not None and not is_plain(loader.batch_sampler, BatchSampler):
-            raise UsageError(
-                f"prepare_data_loader: the loader has its own batch_sampler "
-                f"({type(loader.batch_sampler).__name__}), whose batches cannot be dealt out; use "
-                f"batch_size= and sampler=, or let it deal out by rank itself and pass "
-                f"add_dist_sampler=False"
-            )
+        """Inspect the loader's sampler; UsageError if it has no length."""
         sampler: Any = loader.sampler
         self._seed = seed % 2**31
         self._shuffles = is_shuffle(sampler, loader.dataset)
@@ -66,8 +57,16 @@ class Order:
             )
             self._size = len(sampler)
 
+        self._reads_batches = isinstance(loader.dataset, BatchDataset)
+
     def __len__(self) -> int:
         return self._size
+
+    def samples_at(self, epoch: int, first: int, last: int) -> int:
+        """Return how many samples these places have: one each, or what the user's batches have."""
+        if not self._reads_batches:
+            return last - first
+        return sum(map(len, self.of(epoch)[first:last]))
 
     def of(self, epoch: int) -> Sequence[Any]:
         if self._drawn is not None:
@@ -128,10 +127,15 @@ class RankBatches:
     def sizes(self) -> dict[int, int]:
         """Return the samples of each of our batches, by its number in the pass."""
         total, size = len(self._order), self._size
-        number = total // size if self._drop_last else -(-total // size)
         return {
-            one: min(size, total - one * size) for one in range(self.rank, number, self.world_size)
+            one: self._order.samples_at(self.epoch, one * size, min(total, (one + 1) * size))
+            for one in self._numbers()
         }
+
+    def _numbers(self) -> range:
+        total, size = len(self._order), self._size
+        number = total // size if self._drop_last else -(-total // size)
+        return range(self.rank, number, self.world_size)
 
     def __iter__(self) -> Iterator[EvaluationRequest]:
         order, size, seed = self._order.of(self.epoch), self._size, self.seed
@@ -140,10 +144,10 @@ class RankBatches:
             what = list(order[one * size : (one + 1) * size]) if self._is_batch else order[one]
             return EvaluationRequest(None if seed is None else derive(seed, one), what)
 
-        return map(request, self.sizes())
+        return map(request, self._numbers())
 
     def __len__(self) -> int:
-        return len(self.sizes())
+        return len(self._numbers())
 
 
 @dataclass

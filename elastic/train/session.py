@@ -415,13 +415,18 @@ class TrainContext:
     def get_global_batch_size(self) -> int:
         """Return the number of samples per step, B; the same at every world size.
 
+        With a batch sampler of the script's own it is the number of batches.
+
         Raises:
             UsageError: no prepared loader has been read in a loop over `train.epochs()` yet.
         """
         return self._data().global_batch
 
     def get_micro_batch_size(self) -> int:
-        """Return the number of samples per micro-batch; raises as `get_global_batch_size`."""
+        """Return the number of samples per micro-batch; raises as `get_global_batch_size`.
+
+        With a batch sampler of the script's own it is 1, the batch.
+        """
         return self._data().micro_batch_size
 
     def get_num_micro_batches(self) -> int:

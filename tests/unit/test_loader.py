@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -202,11 +201,6 @@ def test_any_sampler_orders_an_epoch_alike_on_all_ranks_whenever_it_is_asked(
         (DataLoader(Endless(), batch_size=2), "Endless is an IterableDataset.*__getitem__"),
         (DataLoader(DATA, batch_size=None), "batch_size=None"),
         (DataLoader(Endless(), batch_size=None), "IterableDataset"),
-        (
-            DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)),
-            "own batch_sampler .BatchSampler.*use batch_size",
-        ),
-        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "own batch_sampler .list"),
         (
             DataLoader(DATA, sampler=iter([1])),
             r"sampler \(list_iterator\) does not know its length",

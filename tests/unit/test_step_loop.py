@@ -492,6 +492,21 @@ def test_a_global_batch_that_is_no_multiple_is_refused(size: int) -> None:
         prepare_data_loader(DataLoader(data(), batch_size=2), global_batch_size=size)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"batches_per_step": 0}, r"batches_per_step=0\): expected at least 1, one batch for each"),
+        ({"batches_per_step": 2.0}, r"batches_per_step=2.0\): expected an int"),
+        ({"batches_per_step": 2, "global_batch_size": 4}, "no global_batch_size beside it"),
+        ({"global_batch_size": 4}, "no batch_size.*the batches of a step instead"),
+    ],
+)
+def test_batches_of_a_step_are_said_once_and_for_each_worker(sizes: Any, says: str) -> None:
+    loader = DataLoader(data(), batch_sampler=[[0, 1], [2]])
+    with pytest.raises(UsageError, match=says):
+        prepare_data_loader(loader, **sizes)
+
+
 @pytest.mark.parametrize("size", ["16", 8.0, True])
 def test_a_global_batch_that_is_no_number_of_samples_is_refused(size: Any) -> None:
     with pytest.raises(UsageError, match=rf"global_batch_size={size!r}\): expected an int"):

@@ -166,12 +166,15 @@ class RayDDPStrategy(strategies.SingleDeviceStrategy):
                 f"torch.utils.data.DataLoader that is not prepared, or the batches of a dataset: "
                 f"train.get_dataset_shard(name).iter_torch_batches(batch_size=...)"
             )
-        size = self._global_batch_size
-        if size is None and dataloader.batch_size is not None:
-            workers = require_context("RayDDPStrategy").max_workers
-            size = dataloader.batch_size * self._accumulated * workers
+        size, number = self._global_batch_size, None
+        if size is None:
+            number = self._accumulated * require_context("RayDDPStrategy").max_workers
         return prepare_data_loader(
-            dataloader, global_batch_size=size, weigh=self._weigh, move_to_device=False
+            dataloader,
+            global_batch_size=size,
+            batches_per_step=number,
+            weigh=self._weigh,
+            move_to_device=False,
         )
 
     def on_train_end(self) -> None:

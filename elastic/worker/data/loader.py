@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -28,6 +27,7 @@ from elastic.core.policy.seeds import shuffle_seed
 from elastic.errors import UsageError, check
 from elastic.worker.data.feed import Key, SampleFeed, check_prefetch
 from elastic.worker.data.randomness import permuted
+from elastic.worker.data.reading import BatchDataset, users_dataset
 from elastic.worker.data.sampler_order import OrderedSampler, SamplerOrders
 from elastic.worker.data.seeding import ReadRequest, SeededCollate, SeededDataset
 from elastic.worker.reduce.step_share import MicroBatch, StepShare, WeighedShare
@@ -108,6 +108,7 @@ class MicroBatchLoader:
         self._weigh = weigh
         self._share: WeighedShare | None = None
         self._sampler, self._subset = sampler, _subset_print(loader.dataset)
+        self._reads_batches = isinstance(loader.dataset, BatchDataset)
         self._feed = SampleFeed(loader, _ByNumber(loader, seed, sampler), seed=seed)
 
     def take_span(self, cursor: Cursor, held: Span) -> None:
@@ -156,9 +157,16 @@ class MicroBatchLoader:
         check(order is not None, "a loader was read before micro-batches were dealt")
         epoch, step, number = order.key  # type: ignore[union-attr]
         order.advance()  # type: ignore[union-attr]
-        first, last = self.plan.positions(step, number)
-        weight = weight_of(self._weigh, value, last - first)
-        return MicroBatch(Cursor(epoch, step), number, last - first, value, weight)
+        count = self._samples_of(Cursor(epoch, step), number)
+        weight = weight_of(self._weigh, value, count)
+        return MicroBatch(Cursor(epoch, step), number, count, value, weight)
+
+    def _samples_of(self, cursor: Cursor, number: int) -> int:
+        """Return the samples of a micro-batch; of one of the user's batches, its length."""
+        first, last = self.plan.positions(cursor.step, number)
+        if not self._reads_batches:
+            return last - first
+        return sum(map(len, self._sampler.of(cursor.epoch)[first:last]))
 
     def close(self) -> None:
         self._feed.close()
@@ -181,12 +189,15 @@ class MicroBatchLoader:
 
     def share(self, batch: MicroBatch, rank: int, world_size: int) -> StepShare | WeighedShare:
         plan, order = self.plan, self._order
-        if self._weigh is None:
+        if self._weigh is None and not self._reads_batches:
             return StepShare.of(plan, batch.cursor.step, rank=rank, world_size=world_size)
         if self._share is None or order is None or batch.number == order.first:
+            size = plan.micro_batch_size
+            if self._reads_batches:
+                size = max(1, self._samples_of(batch.cursor, 0))
             self._share = WeighedShare(
                 batch.cursor,
-                plan.micro_batch_size,
+                size,
                 rank=rank,
                 world_size=world_size,
                 num_micro_batches=plan.num_micro_batches,
@@ -321,6 +332,8 @@ def _order_of(loader: DataLoader[Any], seed: int) -> tuple[int, bool, Any]:
             f"prepare_data_loader: the {what} is empty, there is nothing to train on; expected "
             f"at least 1 sample"
         )
+    if isinstance(loader.dataset, BatchDataset):
+        return size, False, SamplerOrders(sampler, seed)
     if own:
         return size, False, sampler
     if is_shuffle(sampler, loader.dataset):
@@ -340,12 +353,6 @@ def _check_batches(loader: DataLoader[Any]) -> None:
         raise UsageError(
             "prepare_data_loader: the loader has batch_size=None; give it the size of a "
             "micro-batch, the samples that one worker computes at a time"
-        )
-    if loader.batch_size is None or not is_plain(loader.batch_sampler, BatchSampler):
-        raise UsageError(
-            f"prepare_data_loader: the loader has its own batch_sampler "
-            f"({type(loader.batch_sampler).__name__}), whose batches cannot be dealt out; use "
-            f"batch_size with shuffle=True, or with a sampler that has __getitem__ and __len__"
         )
 
 
@@ -392,7 +399,7 @@ def is_shuffle(sampler: Any, dataset: Any) -> bool:
 
 def _subset_print(dataset: Any) -> int:
     """Return a number of 32 bits that differs where a subset has other samples; 0 for no subset."""
-    number = 0
+    number, dataset = 0, users_dataset(dataset)
     while type(dataset) is Subset:
         indices = np.asarray(dataset.indices)
         number = zlib.crc32(indices.tobytes(), number) if indices.dtype != object else number

@@ -11,6 +11,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class SamplerOrders(OrderedSampler):
             if callable(getattr(self._sampler, "set_epoch", None)):
                 self._sampler.set_epoch(epoch)
             with _seeded(derive(self._seed, SAMPLER, epoch), self._sampler):
-                order = list(self._sampler)
+                order = [copy(one) for one in self._sampler]  # Some fill one list again and again.
             if len(order) != self._size:
                 raise UsageError(
                     f"prepare_data_loader: the sampler ({type(self._sampler).__name__}) gave "

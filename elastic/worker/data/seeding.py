@@ -18,6 +18,7 @@ from elastic.core.policy.cursor import Cursor
 from elastic.core.policy.seeds import AUGMENT, MASK_32, derive, sample_seed, step_seed
 from elastic.core.policy.streams import Data
 from elastic.worker.data.randomness import seed_everything
+from elastic.worker.data.reading import read_samples, reads_many, users_dataset
 
 FIRST_SEED = 0
 """What is random before the first step is seeded with this, unless the train function does."""
@@ -84,8 +85,8 @@ class SeededDataset:
     def __getitems__(self, request: ReadRequest) -> ReadSamples:
         epoch, numbers = request.epoch, request.numbers
         if _draws_nothing(self.dataset):
-            samples = _read(self.dataset, request.indices)
-        elif _reads_many(self.dataset):
+            samples = read_samples(self.dataset, request.indices)
+        elif reads_many(self.dataset):
             seed_everything(_seed_of_all(self.seed, epoch, numbers))
             samples = self.dataset.__getitems__(request.indices)
         else:
@@ -142,7 +143,7 @@ class EvaluationDataset:
     def __getitems__(self, request: EvaluationRequest) -> Any:
         if request.seed is not None:
             seed_everything(request.seed)
-        return _read(self.dataset, request.what)
+        return read_samples(self.dataset, request.what)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class LoaderWorkerInit:
         if info is not None:
             # It forbids assignments, in each version of torch in another way.
             users = getattr(info.dataset, "dataset", info.dataset)
-            object.__setattr__(info, "dataset", users)
+            object.__setattr__(info, "dataset", users_dataset(users))
         if self.user is not None:
             self.user(worker_id)
 
@@ -165,22 +166,6 @@ class LoaderWorkerInit:
 def _seed_of_all(seed: int, epoch: int, numbers: Sequence[int]) -> int:
     """Return the seed of what is done to all samples of a micro-batch at once."""
     return derive(seed, AUGMENT, epoch, *numbers)
-
-
-def _reads_many(dataset: Any) -> bool:
-    """Return whether a dataset reads many samples in one call of its own making.
-
-    Subset has such a method only to pass it on; what it reads one by one is seeded one by one.
-    """
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-def _read(dataset: Any, indices: Sequence[Any]) -> Any:
-    if _reads_many(dataset):
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
 
 
 def _draws_nothing(dataset: Any) -> bool:

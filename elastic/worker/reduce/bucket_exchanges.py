@@ -158,7 +158,9 @@ class BucketExchanges:
             RuntimeError: the group broke.
         """
         exchanges = [self.of[number] for number in numbers]
-        if not self._metadata_rows and self._rows is None and exchanges:
+        if not exchanges:  # Of a unit that is frozen as a whole.
+            return self._metadata_rows
+        if not self._metadata_rows and self._rows is None:
             self._metadata_rows = exchanges[0].wait_rows()
         elif not self._metadata_rows and self._rows is not None and self._has_sent_row:
             self._metadata_rows = self._rows.finish()
