@@ -92,6 +92,7 @@ def test_a_rank_that_goes_on_to_differ_is_refused() -> None:
         "weighted_sampler",
         "torchs_batch_sampler",
         "own_batch_sampler",
+        "gradual_unfreezing",
         "no_sync",
     ],
 )
@@ -111,6 +112,8 @@ def test_a_usual_loop_ends_with_the_same_bits_at_every_world_size(how: str) -> N
             "a collective was called in a micro-batch of step 0.*3, of which 2 workers have",
         ),
         ("batches_left_out", "step() was not called in step 0.*zero_grad() and step()"),
+        ("unfrozen_by_one_rank", "rank 1 begins epoch 0 with other frozen parameters than rank 0"),
+        ("unfrozen_within_an_epoch", "0.weight: required no gradient.*between two epochs"),
         ("forgotten_optimizer", "change module.2.weight.*prepare_optimizer(optimizer)"),
         ("steps_by_hand", "module.2.weight and 1 more: forward, or code.*prepare_optimizer"),
         ("sampler_of_each_rank", "the order of the loader's samples: rank 0 and rank 1.*draw"),

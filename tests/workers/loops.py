@@ -408,6 +408,68 @@ def own_batch_sampler(model: nn.Module, net: nn.Sequential) -> str:
 
 
 @named
+def gradual_unfreezing(model: nn.Module, net: nn.Sequential) -> str:
+    """The body is frozen in the first epoch, the head in the last; as in a loop of torch's own.
+
+    One bias is frozen wherever a pass begins, as loops of GANs leave their networks.
+    """
+    plain, optimizer = deepcopy(net), sgd(net.parameters())
+    alone = torch.optim.SGD(plain.parameters(), **optimizer.defaults)
+    batches = loader(shuffle=False)
+
+    def freeze(layers: nn.Sequential, epoch: int) -> None:
+        for number, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                parameter.requires_grad = not (
+                    (epoch == 0 and number == 0) or (epoch == 2 and number)
+                )
+
+    freeze(net, 0)
+    for epoch in train.epochs(3):
+        freeze(net, epoch)
+        net[2].bias.requires_grad = epoch == 0
+        for _, x, y in batches:
+            net[2].bias.requires_grad = epoch < 2
+            square(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            net[2].bias.requires_grad = False
+    if dist.get_world_size() == 1:
+        for epoch in range(3):
+            freeze(plain, epoch)
+            for first in range(0, SAMPLES, GLOBAL):
+                _, x, y = data()[first : first + GLOBAL]
+                alone.zero_grad()
+                square(plain(x), y).backward()
+                alone.step()
+        torch.testing.assert_close(plain.state_dict(), net.state_dict())
+    return bits(net.parameters())
+
+
+@named
+def unfrozen_by_one_rank(model: nn.Module, net: nn.Sequential) -> None:
+    optimizer, batches = sgd(net.parameters()), loader()
+    net[0].weight.requires_grad = False
+    for _ in train.epochs(EPOCHS):
+        net[0].weight.requires_grad = dist.get_rank() == 1
+        for _, x, y in batches:
+            square(model(x), y).backward()
+            optimizer.step()
+
+
+@named
+def unfrozen_within_an_epoch(model: nn.Module, net: nn.Sequential) -> None:
+    net[0].weight.requires_grad = False
+    optimizer, batches = sgd(net.parameters()), loader()
+    for _ in train.epochs(EPOCHS):
+        for _, x, y in batches:
+            square(model(x), y).backward()
+            optimizer.step()
+            if train.stepped():
+                net[0].weight.requires_grad = True
+
+
+@named
 def forgotten_optimizer(model: nn.Module, net: nn.Sequential) -> None:
     body, head = sgd(net[0].parameters()), torch.optim.SGD(net[2].parameters(), lr=0.1)
     for _ in train.epochs(EPOCHS):

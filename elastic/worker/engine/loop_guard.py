@@ -10,8 +10,6 @@ instead. Nothing else follows from what is known here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from elastic.core.machine.transitions import StepPhase
@@ -20,7 +18,6 @@ from elastic.errors import UsageError
 from elastic.worker.engine import usage_errors
 from elastic.worker.engine.still_weights import StillWeights
 from elastic.worker.engine.unregistered import UnregisteredObjects
-from elastic.worker.reduce.reducer import OptimizerUnit
 from elastic.worker.reduce.step_metadata import rates_print
 from elastic.worker.state.train_state import TrainState
 
@@ -89,13 +86,11 @@ class LoopGuard:
     def _counts(self) -> list[int]:
         return [one._version for one in self._counters.values()]
 
-    def check_rates(
-        self, optimizer: torch.optim.Optimizer, cursor: Cursor, units: Mapping[int, OptimizerUnit]
-    ) -> None:
+    def check_rates(self, optimizer: torch.optim.Optimizer, cursor: Cursor) -> None:
         """Refuse other rates than in the iteration before of the same step."""
         rates = rates_print([optimizer])
         if self._rates.setdefault(id(optimizer), rates) != rates:
-            self._state.check_still_known(units)
+            self._state.check_still_known()
             raise usage_errors.rates_within_a_step(optimizer, cursor)
 
     def step_committed(self) -> None:

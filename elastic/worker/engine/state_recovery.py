@@ -37,8 +37,7 @@ from elastic.worker.engine.run_state import RunState
 from elastic.worker.group.c10d import default_group, default_store
 from elastic.worker.group.member_links import connect, share_bytes
 from elastic.worker.group.peer_sockets import PeerAddress
-from elastic.worker.reduce.reducer import OptimizerUnit
-from elastic.worker.state.train_state import State
+from elastic.worker.state.train_state import State, TrainState
 from elastic.worker.state.transfer import transfer
 
 NUMBERS = struct.Struct("<15q")
@@ -64,7 +63,6 @@ def catch_up(
     run: RunState,
     checkpoints: CheckpointScheduler,
     in_pass: Callable[[Cursor], PassPosition],
-    units: Sequence[OptimizerUnit],
     reach: PeerAddress,
     *,
     put: Callable[[State], None],
@@ -75,7 +73,6 @@ def catch_up(
         run: what we have of it.
         checkpoints: reads what was saved.
         in_pass: returns where in the pass the loop is with the state of a cursor.
-        units: the parameters that we have prepared.
         reach: how the others reach us.
         put: makes a state ours.
 
@@ -96,7 +93,7 @@ def catch_up(
             position = replace(position, has_state=True)
         mine = MemberInfo(
             position,
-            _model_print(units),
+            _model_print(run.objects),
             _data_print(run.data),
             torch.get_num_threads(),
             checkpoints.memory(),
@@ -199,10 +196,10 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
     return members
 
 
-def _model_print(units: Sequence[OptimizerUnit]) -> int:
-    """Return a number that is equal where the same parameters were prepared."""
+def _model_print(state: TrainState) -> int:
+    """Return a number that is equal where the same parameters were prepared, frozen or not."""
     parts = []
-    for unit in units:
+    for unit in state.units(frozen=True).values():
         for name, parameter in unit.parameters:
             parts += [zlib.crc32(name.encode()), *parameter.shape, *parameter.stride()]
     return derive(len(parts), *parts)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -133,7 +134,7 @@ from elastic.worker.engine.whole_step import WholeStep
 from elastic.worker.group.abortable_wait import checked
 from elastic.worker.group.c10d import default_group
 from elastic.worker.reduce.reducer import Reducer
-from elastic.worker.reduce.sharded_reduce import ShardedReducer, make_reducer, recovery_of
+from elastic.worker.reduce.sharded_reduce import Padding, ShardedReducer, make_reducer, recovery_of
 from elastic.worker.reduce.step_metadata import (
     StepMetadata,
     halves,
@@ -145,7 +146,7 @@ from elastic.worker.reduce.step_metadata import (
 from elastic.worker.reduce.step_share import StepShare, WeighedShare
 from elastic.worker.reduce.tree_exchange import MicroBatchPartition
 from elastic.worker.state.pending_steps import PendingOptimizerSteps, has_gradients
-from elastic.worker.state.train_state import State, Stateful, TrainState
+from elastic.worker.state.train_state import OptimizerUnit, State, Stateful, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -347,16 +348,12 @@ class StepEngine:
 
     def _make_loop(self, guard: LoopGuard) -> RunningLoop:
         units = self.state.begin()
-        reducer, padding = make_reducer(
-            self.state,
-            list(units.values()),
-            consistency=self.options.consistency,
-            activity=self.context.activity,
-            is_over=lambda: self.groups.is_group_over(self.context.generation),
-        )
+        reducer, padding = self._make_reducer(units)
         with ExitStack() as patches:
             patches.enter_context(scalers_know(self))
-            patches.enter_context(modules_know(reducer.parameters_zeroed))
+            patches.enter_context(
+                modules_know(lambda zeroed: self._the_reducer().parameters_zeroed(zeroed))
+            )
             names = self._divergence.begin()
             patches.enter_context(unprepared_refused(names, self._is_committing))
             patches.enter_context(data_waits(self._checkpoints.settle, guard.still))
@@ -364,6 +361,31 @@ class StepEngine:
             patches.enter_context(checked(self._check_collective))
             self._take(LoopBegan(len(units)))
             return RunningLoop(reducer, padding, units, guard, patches.pop_all())
+
+    def _make_reducer(
+        self, units: Mapping[int, OptimizerUnit]
+    ) -> tuple[Reducer | ShardedReducer, Padding]:
+        return make_reducer(
+            self.state,
+            list(units.values()),
+            consistency=self.options.consistency,
+            activity=self.context.activity,
+            is_over=lambda: self.groups.is_group_over(self.context.generation),
+        )
+
+    def _follow_units(self) -> bool:
+        """Reduce the gradients of the present units; return whether they have changed.
+
+        A script has unfrozen parameters, or those that have sent their state did so before.
+        """
+        loop = self._the_loop()
+        units = self.state.changed_units(loop.units)
+        if units is None:
+            return False
+        loop.reducer.close()
+        reducer, padding = self._make_reducer(units)
+        self._loop = replace(loop, reducer=reducer, padding=padding, units=units)
+        return True
 
     def _end(self) -> None:
         """The loop is left: from here on the train function is like any other."""
@@ -581,10 +603,15 @@ class StepEngine:
             raise usage_errors.two_at_once()
         if self._epochs.is_behind:
             raise usage_errors.read_again(self._epochs.epoch)
-        self.state.check_known(self._the_loop().units)
+        self.state.check_known()
         if self._epochs.has_head:
             self._epochs.has_head = False
             self._resume_point.undo_code(self.context.shielded)
+        elif not self.state.is_sharded:
+            is_agreed = self._together(self._agree_on_units) is not None
+            self.state.reduce(self.state.wanted())  # If the group broke, the next one follows that.
+            if is_agreed and self._follow_units():
+                self._the_reducer().attach(default_group())
         self._set_whole()
         self.run.begun = self._epochs.epoch
         self._epochs.pass_phase = PassPhase.OPEN
@@ -592,6 +619,18 @@ class StepEngine:
         self.run.read(loader)
         self._deal()
         return self._epochs.epoch
+
+    def _agree_on_units(self) -> bool:
+        """Refuse ranks that want gradients of other parameters; returns True.
+
+        They would wait for messages that the others never send.
+        """
+        own = zlib.crc32(repr(self.state.wanted()).encode())
+        rows = send_metadata(default_group(), [float(own)])
+        differing = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+        if differing:
+            raise usage_errors.frozen_otherwise(differing[0], self.cursor.epoch)
+        return True
 
     def _deal(self) -> None:
         """Ask the loader for our micro-batches in this group."""
@@ -776,7 +815,7 @@ class StepEngine:
         elif isinstance(effect, CheckRates):
             optimizer = self._iteration.calls[effect.optimizer].optimizer
             loop = self._the_loop()
-            loop.guard.check_rates(optimizer, self.cursor, loop.units)
+            loop.guard.check_rates(optimizer, self.cursor)
         elif isinstance(effect, KeepStep):
             call = self._iteration.calls[effect.optimizer]
             self._pending.add(call.optimizer, call.real)
@@ -857,7 +896,7 @@ class StepEngine:
             self._resume_point.check_settled(
                 self.groups, self.context, self._the_loop().parameters()
             )
-        self.state.check_still_known(self._the_loop().units)
+        self.state.check_still_known()
         rows, share = read_rows(self._the_reducer().rows), self._iteration.share
         busy, samples = [row.busy_ns for row in rows], share.samples if share is not None else 0
         self.context.timing.exchanged(busy, samples, share.tokens if share is not None else 0)
@@ -1075,6 +1114,8 @@ class StepEngine:
 
     def _attach(self) -> None:
         group = default_group()
+        if not self.state.is_sharded:
+            self._follow_units()
         self._the_reducer().attach(group)
         self._group.values = StepValues(group if group.size() > 1 else None)
         self._divergence.begin()
@@ -1083,9 +1124,12 @@ class StepEngine:
     def _agree(self) -> int:
         """Find out who is how far, and send state to those who need it; return the bytes."""
         with self.context.activity.waiting():
-            units, reach = list(self._the_loop().units.values()), self.context.reach
             synced = catch_up(
-                self.run, self._checkpoints, self._epochs.in_pass, units, reach, put=self._put
+                self.run,
+                self._checkpoints,
+                self._epochs.in_pass,
+                self.context.reach,
+                put=self._put,
             )
         self.run.is_held = True
         self._group.program_points = synced.program_points

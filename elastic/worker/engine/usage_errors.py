@@ -39,9 +39,9 @@ def second_loop() -> UsageError:
         "train.epochs: a loop over it came before in this call of the train function. There can be "
         "one: it continues at the run's epoch, so that another one finds its epochs done, and a "
         "worker that joins comes to the first one while the others are in the second. For phases, "
-        "prepare everything before one loop, and choose by its epoch: features.detach() while a "
-        "part is not to be trained, learning rates in param_groups. Models of their own, as the "
-        "folds of a cross-validation, are runs of their own: call TorchTrainer(train_func, "
+        "prepare everything before one loop, and choose by its epoch: part.requires_grad_(epoch >= "
+        "3), learning rates in param_groups. Models of their own, as the folds of a "
+        "cross-validation, are runs of their own: call TorchTrainer(train_func, "
         "train_loop_config={'fold': k}, run_config=RunConfig(name=f'fold-{k}')).fit() for each"
     )
 
@@ -88,6 +88,15 @@ def _optimizer_of(thing: Any) -> Any:
     """Return whose scheduler this is, itself if that is not known."""
     found = getattr(thing, "optimizer", thing)
     return getattr(found, "optimizer", found)  # Libraries wrap optimizers.
+
+
+def frozen_otherwise(rank: int, epoch: int) -> UsageError:
+    """A rank begins a pass with other parameters frozen than rank 0."""
+    return UsageError(
+        f"rank {rank} begins epoch {epoch} with other frozen parameters than rank 0: whether "
+        f"requires_grad is set must not depend on a loss, or on anything else that a rank has for "
+        f"itself; let it depend on the epoch, or on train.get_logged()"
+    )
 
 
 def outside_epochs() -> UsageError:

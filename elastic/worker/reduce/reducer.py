@@ -192,8 +192,10 @@ class Reducer:
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 slots[id(parameter)] = bucket, index
-                hook = self._hook(bucket, index)
+                hook, wants_some = self._hook(bucket, index), parameter.requires_grad
+                parameter.requires_grad_(True)  # One that is frozen now may be none later.
                 hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(wants_some)
         return _Layout(bucket_bytes, buckets, slots, hooks)
 
     # ------------------------------------------------------------------------- groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -67,10 +67,11 @@ class TrainState:
         self.registered: dict[str, Stateful] = {}
         # Names of registered objects that each rank may have otherwise.
         self.own: set[str] = set()
-        # Of the optimizers: how many parameters they have, and those that want no gradients.
-        self._num_known, self._frozen = 0, list[nn.Parameter]()
-        # Those that wanted gradients when the loop began, by their number among all.
-        self._trained: dict[int, nn.Parameter] = {}
+        # The optimizers' parameters when the loop began, and the numbers of those whose gradients
+        # are reduced: that have wanted some when the loop, or a pass since, began.
+        self._every: list[nn.Parameter] = []
+        self._reduced: list[int] = []
+        self._unreduced: list[nn.Parameter] = []
         # What the models had when the loop began.
         self._shapes: list[Shapes] = []
         # A state that is put once more when the iteration is over, and whether there is to be one.
@@ -125,14 +126,17 @@ class TrainState:
         for made in self._made_scalers:
             if (scaler := made()) is not None:
                 self.add_scaler(scaler)
-        every = (p for one in self.optimizers for p in parameters_of(one))
-        self._trained = {number: one for number, one in enumerate(every) if one.requires_grad}
+        self._every, self._reduced = self._parameters(), []
+        self.reduce(self.wanted())
         self._shapes = self._saved_shapes()
         return self.units()
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for one in self.optimizers for p in parameters_of(one)]
+
     def frozen(self) -> list[int]:
-        """Return the numbers of parameters that were frozen since the loop began."""
-        return [number for number, one in self._trained.items() if not one.requires_grad]
+        """Return the numbers of the optimizers' parameters that want no gradients."""
+        return [number for number, one in enumerate(self._every) if not one.requires_grad]
 
     def _saved_shapes(self) -> list[Shapes]:
         """Return the shapes of what each model saves; modules replace what is sharded."""
@@ -142,33 +146,60 @@ class TrainState:
             for model, caches in zip(models, self.caches(), strict=False)
         ]
 
-    def check_known(self, units: Mapping[int, OptimizerUnit]) -> None:
-        """Refuse what the loop has added to models, and what wants gradients and has no unit."""
+    def check_known(self) -> None:
+        """Refuse what the loop has added to models and optimizers."""
         for number, pair in enumerate(zip(self._shapes, self._saved_shapes(), strict=False)):
             if name := _first_differing(*pair):
                 raise _changed_model(f"model {number}, {name}", *(one.get(name) for one in pair))
-        known = {id(p) for unit in units.values() for _, p in unit.parameters}
-        unknown = [
-            name
-            for unit in self.units().values()
-            for name, parameter in unit.parameters
-            if id(parameter) not in known
-        ]
-        if unknown:
-            raise unknown_parameters(unknown)
-        every = [p for one in self.optimizers for p in parameters_of(one)]
-        self._num_known = len(every)
-        self._frozen = [p for p in every if not p.requires_grad and id(p) not in known]
+        known = {id(parameter) for parameter in self._every}
+        if added := [one for one in self._parameters() if id(one) not in known]:
+            raise added_parameters(self._names_of(added))
+        if self.is_sharded:
+            self._check_reduced()
 
-    def check_still_known(self, units: Mapping[int, OptimizerUnit]) -> None:
-        """Do the same in the middle of an epoch, where it has to cost little."""
+    def check_still_known(self) -> None:
+        """Refuse, within a pass and at little cost, what wants gradients that are not reduced."""
         groups = (group for one in self.optimizers for group in one.param_groups)
-        num = sum(len(group["params"]) for group in groups)
-        if num != self._num_known or any(p.requires_grad for p in self._frozen):
-            self.check_known(units)
+        if sum(len(group["params"]) for group in groups) != len(self._every):
+            self.check_known()
+        self._check_reduced()
 
-    def units(self) -> dict[int, OptimizerUnit]:
-        """Return the parameters that each optimizer steps, by its id; a shared one goes once."""
+    def _check_reduced(self) -> None:
+        if unfrozen := [one for one in self._unreduced if one.requires_grad]:
+            raise unfrozen_parameters(self._names_of(unfrozen), is_sharded=self.is_sharded)
+
+    def wanted(self) -> list[int]:
+        """Return the numbers of those whose gradients a pass that begins now reduces.
+
+        Loops freeze parameters for a part of each iteration: what was reduced once stays so.
+        """
+        now = (number for number, one in enumerate(self._every) if one.requires_grad)
+        return sorted({*self._reduced, *now})
+
+    def reduce(self, numbers: Sequence[int]) -> None:
+        """From here on reduce the gradients of these."""
+        self._reduced, known = list(numbers), set(numbers)
+        self._unreduced = [one for number, one in enumerate(self._every) if number not in known]
+
+    def _names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        names = {id(p): name for model in self.models for name, p in model.named_parameters()}
+        return [names.get(id(one), "a parameter of no prepared model") for one in parameters]
+
+    def changed_units(self, units: Mapping[int, OptimizerUnit]) -> dict[int, OptimizerUnit] | None:
+        """Return what each optimizer steps now, None if that is what it did."""
+        now = self.units()
+        is_same = all(
+            [id(p) for _, p in unit.parameters] == [id(p) for _, p in units[number].parameters]
+            for number, unit in now.items()
+        )
+        return None if is_same else now
+
+    def units(self, *, frozen: bool = False) -> dict[int, OptimizerUnit]:
+        """Return the parameters that each optimizer steps, by its id; a shared one goes once.
+
+        With `frozen`, those too whose gradients are not reduced.
+        """
+        reduced = {id(self._every[number]) for number in self._reduced}
         names = {
             id(parameter): name
             for model in self.models
@@ -180,9 +211,11 @@ class TrainState:
             unit = units[id(optimizer)] = OptimizerUnit(f"optimizer {number}", [])
             for options in optimizer.param_groups:
                 for parameter in options["params"]:
-                    if parameter.requires_grad and id(parameter) in taken:
+                    if not frozen and id(parameter) not in reduced:
+                        continue
+                    if id(parameter) in taken:
                         unit.shared.append(parameter)
-                    elif parameter.requires_grad:
+                    else:
                         taken.add(id(parameter))
                         name = names.get(id(parameter), f"parameter {len(taken)}")
                         unit.parameters.append((name, parameter))
@@ -241,6 +274,7 @@ class TrainState:
             ],
             "loose": self.loose(),
             "frozen": self.frozen(),
+            "reduced": self._reduced,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scalers": [
@@ -290,8 +324,9 @@ class TrainState:
             for path, part in _parts_with_extra(model):
                 part.set_extra_state(extra[path])
         frozen = set(state["frozen"])
-        for number, parameter in self._trained.items():
+        for number, parameter in enumerate(self._every):
             parameter.requires_grad_(number not in frozen)
+        self.reduce(state["reduced"])
         for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
             # Loaded tensors may be these themselves, which are loaded once more by `put_late`.
             _load(optimizer, deepcopy(theirs) if self._is_late else theirs)
@@ -512,12 +547,26 @@ def _differs(what: str, ours: object, theirs: object) -> str:
     )
 
 
-def unknown_parameters(names: list[str]) -> UsageError:
-    """Parameters that were frozen, or in no optimizer, when the loop began."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+def added_parameters(names: Sequence[str]) -> UsageError:
+    """Parameters that an optimizer did not have when the loop began."""
     return UsageError(
-        f"{', '.join(names[:3])}{more}: parameters of a prepared optimizer that required no "
-        f"gradient, or were not there, when the loop over train.epochs() began, so that their "
-        f"gradients are not reduced: unfreeze and add them before it (until they are to be "
-        f"trained, detach() what they give)"
+        f"{_some(names)}: added to a prepared optimizer since the loop over train.epochs() began, "
+        f"so that a worker that joins, or a run that is resumed, would have an optimizer without: "
+        f"add them before it, and set requires_grad to False until they are to be trained"
     )
+
+
+def unfrozen_parameters(names: Sequence[str], *, is_sharded: bool) -> UsageError:
+    """Parameters that were frozen when the pass over the data began."""
+    where = "between two epochs, before the loop over the loader"
+    if is_sharded:
+        where = "before the loop over train.epochs(): those of a sharded model stay as they are"
+    return UsageError(
+        f"{_some(names)}: required no gradient before, so that what backward gives them here is "
+        f"not reduced: set requires_grad {where}"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
