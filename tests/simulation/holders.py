@@ -199,12 +199,20 @@ class Holders:
     def _has_received(
         self, leader: CoordinatorHost, job_id: JobId, agent: AgentHost, before_ns: int
     ) -> bool:
-        """Return whether the leader has known for `before_ns` that a node has copies of a run."""
+        """Return whether the leader has known for `before_ns` that a node alone has some copies."""
         until_ns = self.timeline.now_ns - before_ns
         view = leader.machine.view(self.timeline.now_ns) if leader.machine is not None else None
         jobs = view.jobs if view is not None else ()
         copies = [copy for job in jobs if job.record.spec.job_id == job_id for copy in job.copies]
-        return any(c.node_id == agent.node_id and c.since_ns <= until_ns for c in copies)
+        elsewhere = {
+            (c.source, c.generation, c.steps) for c in copies if c.node_id != agent.node_id
+        }
+        return any(
+            c.node_id == agent.node_id
+            and c.since_ns <= until_ns
+            and (c.source, c.generation, c.steps) not in elsewhere
+            for c in copies
+        )
 
     def released(self, agent: AgentHost) -> None:
         """Check that a drained node leaves early only if its copies are not needed or movable."""
