@@ -98,6 +98,34 @@ def test_leaving_an_epoch_after_a_number_of_iterations_is_refused(
         run(loop)
 
 
+def test_leaving_an_epoch_by_a_count_as_an_iteration_begins_is_refused() -> None:
+    """Where a step begins, or in its middle: `zip` has asked for a batch that it does not use."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for _ in train.epochs(2):
+            for (x,), _ in zip(loader, range(4), strict=False):
+                iterate(model, optimizer, x)
+
+    with pytest.raises(UsageError, match=r"was left where step 1 of epoch 0 begins.*get_step\(\)"):
+        run(loop)
+
+
+def test_leaving_an_epoch_as_an_iteration_begins_by_what_the_one_before_has_asked() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> int:
+        done = 0
+        for _ in train.epochs(2):
+            is_over = False
+            for (x,) in loader:
+                if is_over:
+                    break
+                iterate(model, optimizer, x)
+                if train.stepped():
+                    done, is_over = done + 1, True
+        return done
+
+    assert run(loop) == [2]
+
+
 @pytest.mark.parametrize(
     ("layer", "found"),
     [

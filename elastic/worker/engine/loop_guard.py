@@ -52,12 +52,13 @@ class LoopGuard:
         self._counted: list[int] = []
         # Prints of the learning rates with which optimizers were asked to step, by their ids.
         self._rates: dict[int, int] = {}
-        # This iteration has asked whether a step is done, or how many are.
-        self._has_asked = False
+        # This iteration has asked whether a step is done, or how many are; and the one before it,
+        # or there was none in this pass.
+        self._has_asked = self._had_asked = True
 
     def open_iteration(self) -> None:
         usage_errors.check_sync_norms(self._sync_norms)  # `train()` may come after the beginning.
-        self._has_asked = False
+        self._had_asked, self._has_asked = self._has_asked, False
 
     def begin_step(self) -> None:
         self.still.begin()
@@ -117,17 +118,19 @@ class LoopGuard:
     ) -> UsageError | None:
         """Return what is wrong with leaving a pass here; None if all ranks leave it here, too.
 
-        Leaving before any optimizer was asked is no cut: every rank has that place in a step.
+        Before any optimizer was asked every rank has that place in a step, unless it was counted.
         """
         if phase is StepPhase.GATHERING and self._rates:
             return usage_errors.left_within_a_step(cursor)
-        if phase is StepPhase.COMMITTED and counts_iterations and not self._has_asked:
+        is_open = phase in (StepPhase.GATHERING, StepPhase.DUE)
+        has_asked = self._has_asked or (is_open and self._had_asked)
+        if counts_iterations and not has_asked and (is_open or phase is StepPhase.COMMITTED):
             return usage_errors.left_by_count(cursor)
         return None
 
     def leave_pass(self) -> None:
         self._rates = {}
-        self._has_asked = False
+        self._has_asked = True
 
     def close_epoch(self) -> None:
         if self._unregistered is not None:
