@@ -99,6 +99,15 @@ def test_run_has_all_micro_batches_computed_and_returns_what_they_average_to() -
     assert found[STEPS - 1 :: STEPS] == pytest.approx(losses, rel=1e-6)
 
 
+def test_run_names_what_it_expects_of_a_function_that_returns_its_loss() -> None:
+    loop = Loop.make()
+    with pytest.raises(UsageError, match=r"step\.run: compute returned a Tensor, expected a dict"):
+        each(
+            (step for _ in train.epochs(1) for step in train.steps(loop.loader)),
+            lambda step: step.run(lambda batch: square(loop.model(batch[1]), batch[2])),
+        )
+
+
 def test_an_optimizer_that_needs_a_closure_computes_a_step_in_it() -> None:
     options = {"max_iter": 1, "lr": 0.3}
     loop, twin = Loop.make(torch.optim.LBFGS, **options), network()

@@ -106,11 +106,20 @@ class WholeStep:
             compute: does forward and backward of one micro-batch; it may be called again with
                 others if the group changes. What it returns, names to numbers or tensors of one
                 element, is averaged as by `train.log`.
+
+        Raises:
+            UsageError: it returned something else.
         """
         for batch in self:
             values = compute(batch)
-            if values:
-                self._engine.log(values)
+            if values is None:
+                continue
+            if not isinstance(values, Mapping):
+                raise UsageError(
+                    f"step.run: compute returned a {type(values).__name__}, expected a dict of "
+                    f"names to numbers or tensors of one element, such as {{'loss': loss}}, or None"
+                )
+            self._engine.log(values)
         return self.averages
 
     @property
