@@ -292,8 +292,9 @@ def _usage_error(verdict: DivergenceResult, cursor: Cursor, stepped: Container[s
     else:
         what = (
             "something has changed it on each rank by itself: prepare every optimizer that steps "
-            "it by prepare_optimizer(optimizer), and change weights otherwise only by values that "
-            "are the same on all ranks, where train.stepped() is true"
+            "it by prepare_optimizer(optimizer), let its step follow from gradients and from what "
+            "its state_dict has, and change weights otherwise only by values that are the same on "
+            "all ranks, where train.stepped() is true"
         )
     again = (
         f"; that was so {verdict.healed} times before, and the others' state has not helped"
