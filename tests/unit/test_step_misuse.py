@@ -398,6 +398,28 @@ def test_an_average_that_is_in_no_state_is_refused(within: str, is_known: bool) 
         run(loop)
 
 
+def test_an_average_that_a_registered_object_has_from_around_it_is_known() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        average = copy.deepcopy(model.state_dict())
+
+        class Around:
+            def state_dict(self) -> dict[str, Any]:
+                return dict(average)
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                average.update(state)
+
+        train.register(average=Around())
+        for _ in train.epochs(2):
+            for (x,) in loader:
+                iterate(model, optimizer, x)
+                if train.stepped():
+                    for name, value in model.state_dict().items():
+                        average[name].lerp_(value, 0.5)
+
+    run(loop)
+
+
 def test_what_changes_without_being_prepared_is_refused_by_its_name() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:

@@ -176,7 +176,15 @@ def _alive(lengths: set[int], known: set[int]) -> tuple[list[Any], list[Any]]:
 
 def _reached_from(state: TrainState) -> set[int]:
     """Return the ids of what can be reached from objects of the run's state."""
-    things = (state.models, state.optimizers, state.schedulers, state.scalers, state.registered)
+    closed_over = [_closed_over(one.state_dict) for one in state.registered.values()]
+    things = (
+        state.models,
+        state.optimizers,
+        state.schedulers,
+        state.scalers,
+        state.registered,
+        closed_over,
+    )
     ahead = deque[Any](things)
     known = {id(one) for one in things}
     while ahead and len(known) < REACHED_MAX:
@@ -187,6 +195,11 @@ def _reached_from(state: TrainState) -> set[int]:
                 known.add(id(one))
                 ahead.append(one)
     return known
+
+
+def _closed_over(method: Any) -> list[Any]:
+    """Return what a method of a class within the train function has from around it."""
+    return list(getattr(getattr(method, "__func__", method), "__closure__", None) or ())
 
 
 def _shapes_of_weights(state: TrainState) -> set[tuple[Any, ...]]:
