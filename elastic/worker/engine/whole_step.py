@@ -74,7 +74,8 @@ class WholeStep:
 
     What the script does to prepared and registered objects before the micro-batches counts once,
     though a worker that comes within a step runs it for that step; let all else there follow from
-    the number of the step.
+    the number of the step. What micro-batches need of a registered object is computed among them:
+    such a worker finds the object as it is behind that code.
 
     Between the micro-batches and `optimizer.step()` do what is the same on all ranks: clip, read
     gradients, add noise to them, set rates. Random numbers drawn there, and before the
