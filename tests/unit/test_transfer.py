@@ -89,6 +89,16 @@ def test_a_scalar_of_numpys_arrives_as_one(value: Any) -> None:
     assert values_print(value) == values_print(sent(value)) == values_print(value.item())
 
 
+def test_types_arrive_and_matrices_in_their_order() -> None:
+    """Optimizers have a type among their options, and multiply what LAPACK gave them by columns."""
+    by_columns = torch.randn(5, 5).t()
+    back = sent({"type": torch.bfloat16, "matrices": [by_columns, torch.ones(6)[::2]]})
+    assert back["type"] is torch.bfloat16
+    matrix, row = back["matrices"]
+    assert torch.equal(matrix, by_columns)
+    assert (matrix.stride(), row.stride()) == (by_columns.stride(), (1,))
+
+
 def test_moments_and_dicts_that_cannot_be_changed_arrive_as_plain_values() -> None:
     assert type(sent(np.datetime64(5, "ns"))) is int
 

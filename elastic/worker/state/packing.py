@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from elastic.errors import UsageError
+from elastic.worker.state.dtensor import is_dtensor
 
 PLAIN: tuple[Any, ...] = (bool, int, float, complex, bytes)
 PLAIN_SCALARS = (*PLAIN, str)
@@ -123,6 +124,8 @@ def _replaced(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
         return ["empty", None]  # Torch's loader refuses these alone, for how they are pickled.
     if value is None or isinstance(value, (*PLAIN, str)):
         return ["value", _plain(value)]
+    if isinstance(value, torch.dtype):  # Torch's loader knows them.
+        return ["value", value]
     if isinstance(value, set):
         return ["set", [["value", _plain_key(one)] for one in value]]
     raise _Unsendable(
@@ -143,7 +146,13 @@ def _noted(value: Any, tensors: list[torch.Tensor], trace: Trace) -> Any:
     shape = tensor.shape
     trace += (tensor.dtype, shape, is_array)
     tensors.append(tensor.detach())
-    return ["tensor", len(tensors) - 1, _name_of(tensor.dtype), list(shape), is_array]
+    node = ["tensor", len(tensors) - 1, _name_of(tensor.dtype), list(shape), is_array]
+    return node if is_dtensor(tensor) or tensor.is_contiguous() else [*node, _dense(tensor)]
+
+
+def _dense(tensor: torch.Tensor) -> list[int]:
+    """Return its strides without gaps: another order of the same values gives other last bits."""
+    return list(torch.empty_like(tensor, device="meta").stride())
 
 
 @functools.cache
@@ -231,7 +240,12 @@ def places_print(skeleton: Any) -> int:
 def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
     kind, content = skeleton[0], skeleton[1]
     if kind == "tensor":
-        return tensors[content].numpy() if skeleton[4] else tensors[content]
+        tensor = tensors[content]
+        if len(skeleton) > 5 and not is_dtensor(tensor):
+            tensor = torch.empty_strided(tensor.shape, skeleton[5], dtype=tensor.dtype).copy_(
+                tensor
+            )
+        return tensor.numpy() if skeleton[4] else tensor
     if kind == "dict":
         return {key: unpack(value, tensors) for key, value in content}
     if kind == "scalar":  # Of NumPy's: it computes otherwise than Python's.
