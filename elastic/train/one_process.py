@@ -7,7 +7,9 @@ process's rank, which decides which process writes files and shows progress.
 
 A worker that joins others in their loop has no rank yet while it builds model and data, and is not
 to join for the sake of a state that is of one process in the end: until it has joined, accelerate
-sees one process that is not the first one. So no `main_process_first` waits for others there.
+sees one process that is not the first one. So no `main_process_first` waits for others there; nor
+does that of a worker that has a place among others who are in their loop already. It is one of a
+distributed kind, as with those: a library may set `drop_last` by that.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from accelerate.utils import DistributedType
 from elastic.errors import UsageError
 from elastic.train.devices import get_device
 from elastic.train.session import require_context
+from elastic.worker.engine.context import WorkerContext
+from elastic.worker.engine.group_sync import others_have_begun
 from elastic.worker.engine.train_call import current
 
 SHARDED = {"FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"}
@@ -30,15 +34,18 @@ NO_PLACE = 1
 
 
 def _begin_state(self: PartialState, cpu: bool = False, **named: Any) -> None:
-    """Be accelerate's `PartialState.__init__`; before a worker has joined, with one process."""
+    """Be accelerate's `PartialState.__init__`; with one process while others are in their loop."""
     context = current()
-    if context is not None and context.join is not None and not PartialState._shared_state:
+    if context is not None and not PartialState._shared_state and _is_alone(context):
+        device = get_device()
+        is_gpu = device.type == "cuda" and not cpu
         PartialState._shared_state.update(
             _cpu=cpu,
             backend=None,
             debug=False,
-            device=get_device(),
-            distributed_type=DistributedType.NO,
+            device=device,
+            # As on those who have begun the run: what scripts derive from it is to be the same.
+            distributed_type=DistributedType.MULTI_GPU if is_gpu else DistributedType.MULTI_CPU,
             num_processes=1,
             process_index=NO_PLACE,
             local_process_index=NO_PLACE,
@@ -46,8 +53,21 @@ def _begin_state(self: PartialState, cpu: bool = False, **named: Any) -> None:
     _begin_stock_state(self, cpu, **named)
 
 
+def _is_alone(context: WorkerContext) -> bool:
+    """Return whether no other worker runs the script's beginning with this one."""
+    return context.join is not None or others_have_begun(is_inside=False)
+
+
+def _wait_for_everyone(self: PartialState) -> None:
+    """Be accelerate's `PartialState.wait_for_everyone`; one process has nobody to wait for."""
+    if self.num_processes > 1:
+        _wait_stock(self)
+
+
 _begin_stock_state = PartialState.__init__
 PartialState.__init__ = _begin_state  # type: ignore[method-assign]
+_wait_stock = PartialState.wait_for_everyone
+PartialState.wait_for_everyone = _wait_for_everyone  # type: ignore[method-assign]
 
 
 def see_one_process(accelerator: Any, what: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from lightning.pytorch import LightningDataModule, Trainer
@@ -22,6 +23,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBorin
 from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers.training_args import ParallelMode
 
 from elastic import train
 from elastic.core.policy.cursor import Cursor
@@ -223,10 +225,14 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path: P
         trained("stream", Stream(), resume_from_checkpoint=path)
 
 
+@pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_worker_that_joins_builds_its_trainer_while_the_others_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
-    """In the order of scripts: arguments first, then data behind the first worker, then a model."""
+    """In the order of scripts: arguments first, then data behind the first worker, then a model.
+
+    The others are in their loop, whether or not it has its place.
+    """
     for name in PLACE:  # They are set as it joins.
         monkeypatch.delenv(name, raising=False)
     here, engine = train_call.current(), train_call.current_engine()
@@ -236,9 +242,13 @@ def test_a_worker_that_joins_builds_its_trainer_while_the_others_train(
         raise AssertionError("it has asked for its place")
 
     with joining_on_demand(join):
-        train_call.set_current(replace(here, join=join), engine)
+        joined = {"join": join} if is_ahead else {"cause": "join", "world_rank": 1, "world_size": 2}
+        if not is_ahead:
+            note_loop_begun(is_inside=True)
+        train_call.set_current(replace(here, **joined), engine)  # type: ignore[arg-type]
         trainer = hf_job.build(CONFIG | {"output": str(tmp_path)}, use_cpu=True)
-        with trainer.args.main_process_first():
+        assert trainer.args.parallel_mode is ParallelMode.DISTRIBUTED  # As where the others began.
+        with trainer.args.main_process_first(), PartialState().main_process_first():
             of_transformers.prepare_trainer(trainer)
         assert (trainer.args.world_size, trainer.is_world_process_zero()) == (1, False)
         assert torch.distributed.is_initialized()
