@@ -106,6 +106,40 @@ def test_the_trainer_of_transformers_computes_what_it_does_by_itself(tmp_path: P
         assert log == pytest.approx(other, rel=1e-5)
 
 
+class Beside(torch.optim.SGD):
+    """Trains at other weights than it is evaluated at, as those do that need no schedule."""
+
+    is_beside = False
+
+    def train(self) -> None:
+        self._be(is_beside=True)
+
+    def eval(self) -> None:
+        self._be(is_beside=False)
+
+    @torch.no_grad()
+    def _be(self, *, is_beside: bool) -> None:
+        if is_beside != self.is_beside:
+            for weight in self.param_groups[0]["params"]:
+                weight += 0.01 if is_beside else -0.01
+        self.is_beside = is_beside
+
+    def step(self, closure: Any = None) -> None:
+        assert self.is_beside
+        super().step(closure)
+
+
+def test_an_optimizer_moves_weights_between_training_and_evaluation(tmp_path: Path) -> None:
+    config = CONFIG | {"output": str(tmp_path)}
+    options = {"use_cpu": True, "disable_tqdm": True, "max_steps": 4, "save_strategy": "no"}
+    trainer = hf_job.build(config, **options, eval_strategy="steps", eval_steps=2)
+    optimizer = Beside(trainer.model.parameters(), lr=0.01)  # type: ignore[union-attr]
+    trainer.optimizer = optimizer
+    of_transformers.prepare_trainer(trainer).train()
+    assert trainer.state.global_step == 4
+    assert not optimizer.is_beside
+
+
 class Codes(Dataset):
     """Lines of the same length, whose letters are to be predicted."""
 

@@ -524,6 +524,9 @@ class _InSteps(Trainer):
         if not isinstance(inputs, WholeStep):
             return super().training_step(model, inputs, num_items_in_batch)
         device, run = self.args.device, self._elastic
+        begin = getattr(self.optimizer, "train", None)
+        if callable(begin):
+            begin()  # Moves weights; within the micro-batches the Trainer's own call finds it done.
 
         def compute(batch: Any) -> dict[str, Any]:
             items, run.logged = self._get_num_items_in_batch([batch], device), {}
