@@ -416,6 +416,10 @@ def test_a_checkpoint_that_cannot_be_read_matters_where_no_worker_has_a_state(
     with pytest.raises(UsageError, match=r"DataCollatorForLanguageModeling\(seed=42\) draws"):
         of_transformers.prepare_trainer(trainer)
     collator.seed = None
+    trainer._buffered_inputs = None  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="Trainer generates samples for several steps at once"):
+        of_transformers.prepare_trainer(trainer)
+    del trainer._buffered_inputs  # type: ignore[attr-defined]
     of_transformers.prepare_trainer(trainer, global_batch_size=hf_job.GLOBAL_BATCH)
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         trainer.train(resume_from_checkpoint=True)

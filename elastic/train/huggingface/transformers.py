@@ -132,6 +132,12 @@ def prepare_trainer(trainer: Trainer, *, global_batch_size: int | None = None) -
             f"generator of each process, so that samples depend on which worker reads them: leave "
             f"seed= out; what is drawn then follows from the seed of the run and the sample"
         )
+    if hasattr(trainer, "_buffered_inputs"):  # TRL's, of GRPO and the like.
+        raise UsageError(
+            f"prepare_trainer: {type(trainer).__name__} generates samples for several steps at "
+            f"once and keeps them in its process, so that a worker that joins has none of them: "
+            f"train without prepare_trainer, from checkpoint to checkpoint, as by 'elastic run'"
+        )
     workers, batches = require_context("prepare_trainer").max_workers, trainer.train_dataset
     size, of_shard = args.train_batch_size, None
     if isinstance(batches, ShardBatches):
