@@ -57,6 +57,8 @@ def test_it_is_one_in_a_plain_loop_and_says_what_it_is_not_in_steps(tmp_path: Pa
     def in_steps() -> None:
         model = prepare_model(torch.nn.Linear(2, 1))
         prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        # DistributedDataParallel refuses one without gradients: as average nothing is reduced.
+        train.register(average=copy.deepcopy(model).requires_grad_(False))
         for _ in train.epochs(1):
             assert isinstance(model, DistributedDataParallel)
             assert not hasattr(model, "reducer")

@@ -86,6 +86,8 @@ def check_scheduled(state: TrainState) -> None:
 
 def _optimizer_of(thing: Any) -> Any:
     """Return whose scheduler this is, itself if that is not known."""
+    if isinstance(thing, nn.Module):
+        return thing  # Asked for what it has not, a copy of a prepared one makes what reduces.
     found = getattr(thing, "optimizer", thing)
     return getattr(found, "optimizer", found)  # Libraries wrap optimizers.
 
@@ -207,7 +209,7 @@ def registered_counters(state: TrainState) -> dict[str, torch.Tensor]:
         for name, thing in state.registered.items()
         if isinstance(thing, nn.Module) and name not in state.own
         for path, part in thing.named_modules()
-        if isinstance(counter := getattr(part, "num_batches_tracked", None), torch.Tensor)
+        if isinstance(counter := part._buffers.get("num_batches_tracked"), torch.Tensor)
         and part not in prepared
         and not counter.is_inference()
     }
