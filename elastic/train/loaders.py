@@ -134,7 +134,10 @@ def prepare_data_loader(
 def _without_batch_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], int | None]:
     """Return an equivalent loader with a sampler, and the samples of a batch, None if they vary."""
     batches: Any = loader.batch_sampler
-    if is_plain(batches, BatchSampler):
+    kind = type(batches)
+    methods = (getattr(kind, "__iter__", None), getattr(kind, "__len__", None))
+    # Libraries add a `set_epoch` to torch's own, and change nothing else.
+    if is_plain(batches, BatchSampler) or methods == (BatchSampler.__iter__, BatchSampler.__len__):
         size = batches.batch_size
         return loader_like(
             loader, sampler=batches.sampler, batch_size=size, drop_last=batches.drop_last

@@ -124,6 +124,13 @@ class Weighted(DistributedSampler[Any]):
         return iter([3, 3, 3, 3, 3])
 
 
+class Told(BatchSampler):
+    """As libraries have one that learns of the epoch, and batches as torch's."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
 class Filtering(DataLoader[Any]):
     """As libraries of graphs do more with a batch than collate it."""
 
@@ -206,8 +213,9 @@ def test_a_batch_of_an_evaluation_draws_the_same_at_every_number_of_ranks(num_wo
 
 
 @pytest.mark.usefixtures("_inside")
-def test_torchs_batch_sampler_is_taken_as_the_sizes_that_it_has() -> None:
-    batches = BatchSampler(SequentialSampler(DATA), 4, True)
+@pytest.mark.parametrize("kind", [BatchSampler, Told])
+def test_torchs_batch_sampler_is_taken_as_the_sizes_that_it_has(kind: type[BatchSampler]) -> None:
+    batches = kind(SequentialSampler(DATA), 4, drop_last=True)
     loader = prepare_data_loader(DataLoader(DATA, batch_sampler=batches))
     assert (loader.batch_size, loader.drop_last) == (4, True)
     assert seen(loader) == list(range(8))

@@ -468,9 +468,10 @@ class _InSteps(Trainer):
                     f"prepare_trainer: get_train_dataloader returned a {type(loader).__name__}; "
                     f"expected a torch.utils.data.DataLoader that is not prepared"
                 )
-            prepared = prepare_data_loader(
-                loader, global_batch_size=run.global_batch, weigh=self._weight
-            )
+            sizes: dict[str, Any] = {"global_batch_size": run.global_batch}
+            if loader.batch_size is None:
+                sizes = {"batches_per_step": run.global_batch // self.args.train_batch_size}
+            prepared = prepare_data_loader(loader, weigh=self._weight, **sizes)
             run.loader = _Steps(run, prepared)
         return run.loader
 
