@@ -175,6 +175,26 @@ def test_evaluation_within_an_epoch_reads_everything_and_changes_nothing() -> No
     assert near(loop.plain, twin)
 
 
+def test_what_no_optimizer_steps_is_clipped_with_the_gradient_of_the_step() -> None:
+    whole, twin = network(), network()
+    model = prepare_model(whole)
+    ours = prepare_optimizer(torch.optim.SGD(whole[2].parameters(), lr=0.1))
+    plain = torch.optim.SGD(twin[2].parameters(), lr=0.1)
+    loader = DataLoader(data(), batch_size=SIZE)
+    for _ in train.epochs(1):
+        for _, x, y in prepare_data_loader(loader, global_batch_size=GLOBAL):
+            square(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            ours.step()
+            model.zero_grad()
+    for _, x, y in whole_batches():
+        square(twin(x), y).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        plain.step()
+        twin.zero_grad()
+    assert near(whole, twin)
+
+
 def test_what_an_evaluation_draws_follows_from_the_place_in_the_run() -> None:
     """Not from the passes before it, of which a worker that joins has none."""
     found = []

@@ -67,9 +67,11 @@ class TrainState:
         self.registered: dict[str, Stateful] = {}
         # Names of registered objects that each rank may have otherwise.
         self.own: set[str] = set()
-        # The optimizers' parameters when the loop began, and the numbers of those whose gradients
-        # are reduced: that have wanted some when the loop, or a pass since, began.
+        # The optimizers' parameters when the loop began, and behind these what none of them steps;
+        # and the numbers of those whose gradients are reduced: that have wanted some when the loop,
+        # or a pass since, began.
         self._every: list[nn.Parameter] = []
+        self._num_stepped = 0
         self._reduced: list[int] = []
         self._unreduced: list[nn.Parameter] = []
         # What the models had when the loop began.
@@ -126,7 +128,9 @@ class TrainState:
         for made in self._made_scalers:
             if (scaler := made()) is not None:
                 self.add_scaler(scaler)
-        self._every, self._reduced = self._parameters(), []
+        stepped = self._parameters()
+        self._every, self._num_stepped = [*stepped, *self._unstepped()], len(stepped)
+        self._reduced = []
         self.reduce(self.wanted())
         self._shapes = self._saved_shapes()
         return self.units()
@@ -135,7 +139,7 @@ class TrainState:
         return [p for one in self.optimizers for p in parameters_of(one)]
 
     def frozen(self) -> list[int]:
-        """Return the numbers of the optimizers' parameters that want no gradients."""
+        """Return the numbers of parameters that want no gradients."""
         return [number for number, one in enumerate(self._every) if not one.requires_grad]
 
     def _saved_shapes(self) -> list[Shapes]:
@@ -151,7 +155,7 @@ class TrainState:
         for number, pair in enumerate(zip(self._shapes, self._saved_shapes(), strict=False)):
             if name := _first_differing(*pair):
                 raise _changed_model(f"model {number}, {name}", *(one.get(name) for one in pair))
-        known = {id(parameter) for parameter in self._every}
+        known = {id(parameter) for parameter in self._every[: self._num_stepped]}
         if added := [one for one in self._parameters() if id(one) not in known]:
             raise added_parameters(self._names_of(added))
         if self.is_sharded:
@@ -160,7 +164,7 @@ class TrainState:
     def check_still_known(self) -> None:
         """Refuse, within a pass and at little cost, what wants gradients that are not reduced."""
         groups = (group for one in self.optimizers for group in one.param_groups)
-        if sum(len(group["params"]) for group in groups) != len(self._every):
+        if sum(len(group["params"]) for group in groups) != self._num_stepped:
             self.check_known()
         self._check_reduced()
 
@@ -179,7 +183,8 @@ class TrainState:
     def reduce(self, numbers: Sequence[int]) -> None:
         """From here on reduce the gradients of these."""
         self._reduced, known = list(numbers), set(numbers)
-        self._unreduced = [one for number, one in enumerate(self._every) if number not in known]
+        stepped = enumerate(self._every[: self._num_stepped])
+        self._unreduced = [one for number, one in stepped if number not in known]
 
     def _names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         names = {id(p): name for model in self.models for name, p in model.named_parameters()}
@@ -219,7 +224,23 @@ class TrainState:
                         taken.add(id(parameter))
                         name = names.get(id(parameter), f"parameter {len(taken)}")
                         unit.parameters.append((name, parameter))
+        if len(units) == 1:
+            more = self._every[self._num_stepped :]
+            unit.parameters += [
+                (names[id(one)], one) for one in more if frozen or id(one) in reduced
+            ]
         return units
+
+    def _unstepped(self) -> list[nn.Parameter]:
+        """Return the models' parameters that no optimizer steps: they are clipped with the others.
+
+        Where there are several optimizers, it is unknown with whose.
+        """
+        if self.is_sharded or len(self.optimizers) != 1:
+            return []
+        stepped = {id(parameter) for parameter in self._parameters()}
+        every = dict.fromkeys(p for model in self.models for p in model.parameters())
+        return [one for one in every if id(one) not in stepped]
 
     @property
     def is_sharded(self) -> bool:
