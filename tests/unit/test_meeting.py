@@ -11,14 +11,29 @@ from elastic.worker.engine.engine_parts import EpochLoop, PassPhase
 from elastic.worker.engine.state_recovery import MemberInfo, check_alike
 
 
-def told(model: int = 7, data: int = 0, epoch: int = 0, step: int = 0) -> MemberInfo:
-    position = RunPosition(True, Cursor(epoch, step), in_pass=PassPosition.ITERATIONS)
-    return MemberInfo(position, model, data, 1)
+def told(
+    model: int = 7,
+    data: int = 0,
+    epoch: int = 0,
+    step: int = 0,
+    *,
+    reduced: int = 0,
+    in_pass: PassPosition = PassPosition.ITERATIONS,
+) -> MemberInfo:
+    position = RunPosition(True, Cursor(epoch, step), in_pass=in_pass)
+    return MemberInfo(position, model, data, 1, reduced)
 
 
 def test_other_parameters_are_refused_by_the_rank_that_has_them() -> None:
     with pytest.raises(UsageError, match="rank 2 has prepared other parameters than rank 0"):
         check_alike([told(), told(), told(model=8)])
+
+
+def test_other_parameters_that_are_trained_are_refused_within_a_pass() -> None:
+    ahead = told(reduced=1, epoch=1, in_pass=PassPosition.NO)
+    check_alike([told(reduced=2, epoch=1), ahead, told(reduced=1, step=3)])
+    with pytest.raises(UsageError, match="rank 2 and rank 0 began epoch 1 with other frozen"):
+        check_alike([told(reduced=2, epoch=1), ahead, told(reduced=3, epoch=1)])
 
 
 def test_other_data_in_the_same_epoch_is_refused() -> None:

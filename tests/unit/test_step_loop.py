@@ -518,7 +518,7 @@ def test_a_global_batch_that_is_no_multiple_is_refused(size: int) -> None:
         ({"batches_per_step": 0}, r"batches_per_step=0\): expected at least 1, one batch for each"),
         ({"batches_per_step": 2.0}, r"batches_per_step=2.0\): expected an int"),
         ({"batches_per_step": 2, "global_batch_size": 4}, "no global_batch_size beside it"),
-        ({"global_batch_size": 4}, "no batch_size.*the batches of a step instead"),
+        ({"global_batch_size": 4}, "no batch_size.*leave global_batch_size out"),
     ],
 )
 def test_batches_of_a_step_are_said_once_and_for_each_worker(sizes: Any, says: str) -> None:

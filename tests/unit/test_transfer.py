@@ -167,6 +167,25 @@ def test_the_state_of_a_run_arrives_whole(make: Any) -> None:
     assert [id(p) for p in newcomer.models[0].parameters()] == identities
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_what_is_frozen_is_received_but_where_the_script_was_edited(edited: bool) -> None:
+    def began(*, frozen: bool) -> TrainState:
+        state = TrainState()
+        state.models.append(nn.Linear(2, 1))
+        state.optimizers.append(torch.optim.SGD(state.models[0].parameters()))
+        state.models[0].weight.requires_grad = not frozen
+        state.begin()
+        return state
+
+    theirs, ours = began(frozen=True), began(frozen=not edited)
+    theirs.models[0].bias.requires_grad = False
+    ours.put(sent(theirs.take()))
+    assert not ours.models[0].bias.requires_grad
+    assert ours.models[0].weight.requires_grad is edited
+    (unit,) = ours.units().values()
+    assert {name for name, _ in unit.parameters} == {"bias", *(["weight"] if edited else [])}
+
+
 def test_a_state_of_other_objects_is_refused_and_changes_nothing() -> None:
     def of(*sizes: int) -> TrainState:
         state = TrainState()

@@ -447,17 +447,6 @@ def gradual_unfreezing(model: nn.Module, net: nn.Sequential) -> str:
 
 
 @named
-def unfrozen_by_one_rank(model: nn.Module, net: nn.Sequential) -> None:
-    optimizer, batches = sgd(net.parameters()), loader()
-    net[0].weight.requires_grad = False
-    for _ in train.epochs(EPOCHS):
-        net[0].weight.requires_grad = dist.get_rank() == 1
-        for _, x, y in batches:
-            square(model(x), y).backward()
-            optimizer.step()
-
-
-@named
 def unfrozen_within_an_epoch(model: nn.Module, net: nn.Sequential) -> None:
     net[0].weight.requires_grad = False
     optimizer, batches = sgd(net.parameters()), loader()

@@ -40,7 +40,7 @@ from elastic.worker.group.peer_sockets import PeerAddress
 from elastic.worker.state.train_state import State, TrainState
 from elastic.worker.state.transfer import transfer
 
-NUMBERS = struct.Struct("<15q")
+NUMBERS = struct.Struct("<16q")
 """What a member reports of itself, before what it knows of streams of data."""
 
 
@@ -96,6 +96,7 @@ def catch_up(
             _model_print(run.objects),
             _data_print(run.data),
             torch.get_num_threads(),
+            run.objects.reduced_print(),
             checkpoints.memory(),
             run.streams.sent(run.cursor),
         )
@@ -140,6 +141,7 @@ class MemberInfo:
         model: fingerprint of what it prepared, 0 <= it < 2**63.
         data: fingerprint of its data and batch, 0 if it does not know them yet.
         threads: CPU threads of one operation; their number can change the last bit of a sum.
+        reduced: fingerprint of the parameters whose gradients it reduces.
         memory: which memory of its node it has for snapshots, 0 for none.
         streams: what it knows of streams of data, see `StreamBook.sent`.
     """
@@ -148,6 +150,7 @@ class MemberInfo:
     model: int
     data: int
     threads: int
+    reduced: int = 0
     memory: int = 0
     streams: bytes = b""
 
@@ -173,6 +176,7 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
         mine.model,
         mine.data,
         mine.threads,
+        mine.reduced,
         mine.memory,
     )
     members = []
@@ -180,7 +184,8 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
         has_state, epoch, step, epoch_steps, in_pass, generation, *others = NUMBERS.unpack_from(
             text
         )
-        committed, taken_in, saved, held, committed_in, model, data, threads, memory = others
+        committed, taken_in, saved, held, committed_in, *rest = others
+        model, data, threads, reduced, memory = rest
         position = RunPosition(
             has_state=bool(has_state),
             cursor=Cursor(epoch, step),
@@ -192,14 +197,16 @@ def report_all(group: Any, mine: MemberInfo) -> list[MemberInfo]:
             held=held,
             committed_in=committed_in,
         )
-        members.append(MemberInfo(position, model, data, threads, memory, text[NUMBERS.size :]))
+        members.append(
+            MemberInfo(position, model, data, threads, reduced, memory, text[NUMBERS.size :])
+        )
     return members
 
 
 def _model_print(state: TrainState) -> int:
     """Return a number that is equal where the same parameters were prepared, frozen or not."""
     parts = []
-    for unit in state.units(frozen=True).values():
+    for unit in state.units(every=True).values():
         for name, parameter in unit.parameters:
             parts += [zlib.crc32(name.encode()), *parameter.shape, *parameter.stride()]
     return derive(len(parts), *parts)
@@ -227,6 +234,19 @@ def check_alike(members: Sequence[MemberInfo]) -> None:
             raise UsageError(
                 f"rank {rank} has prepared other parameters than rank 0 (their names, shapes "
                 f"or strides differ): every worker must build the same model from the same config"
+            )
+    # Ahead of a pass some have unfrozen what others are still to; within it all have.
+    within: dict[Cursor, tuple[int, int]] = {}
+    for rank, one in enumerate(members):
+        if one.position.in_pass is PassPosition.NO:
+            continue
+        first, reduced = within.setdefault(one.position.cursor, (rank, one.reduced))
+        if one.reduced != reduced:
+            raise UsageError(
+                f"rank {rank} and rank {first} began epoch {one.position.cursor.epoch} with other "
+                f"frozen parameters: whether requires_grad is set must not depend on a loss, or on "
+                f"anything else that a rank has for itself; let it depend on the epoch, or on "
+                f"train.get_logged()"
             )
     # Epochs may have loaders of their own, and a member may be in the next epoch already.
     by_epoch: dict[int, dict[int, int]] = {}

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -608,9 +607,9 @@ class StepEngine:
             self._epochs.has_head = False
             self._resume_point.undo_code(self.context.shielded)
         elif not self.state.is_sharded:
-            is_agreed = self._together(self._agree_on_units) is not None
-            self.state.reduce(self.state.wanted())  # If the group broke, the next one follows that.
-            if is_agreed and self._follow_units():
+            # Each rank by itself: others may be in this pass already, since the group before.
+            self.state.reduce(self.state.wanted())
+            if self._follow_units():
                 self._the_reducer().attach(default_group())
         self._set_whole()
         self.run.begun = self._epochs.epoch
@@ -619,18 +618,6 @@ class StepEngine:
         self.run.read(loader)
         self._deal()
         return self._epochs.epoch
-
-    def _agree_on_units(self) -> bool:
-        """Refuse ranks that want gradients of other parameters; returns True.
-
-        They would wait for messages that the others never send.
-        """
-        own = zlib.crc32(repr(self.state.wanted()).encode())
-        rows = send_metadata(default_group(), [float(own)])
-        differing = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
-        if differing:
-            raise usage_errors.frozen_otherwise(differing[0], self.cursor.epoch)
-        return True
 
     def _deal(self) -> None:
         """Ask the loader for our micro-batches in this group."""

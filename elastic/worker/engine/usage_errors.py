@@ -92,15 +92,6 @@ def _optimizer_of(thing: Any) -> Any:
     return getattr(found, "optimizer", found)  # Libraries wrap optimizers.
 
 
-def frozen_otherwise(rank: int, epoch: int) -> UsageError:
-    """A rank begins a pass with other parameters frozen than rank 0."""
-    return UsageError(
-        f"rank {rank} begins epoch {epoch} with other frozen parameters than rank 0: whether "
-        f"requires_grad is set must not depend on a loss, or on anything else that a rank has for "
-        f"itself; let it depend on the epoch, or on train.get_logged()"
-    )
-
-
 def outside_epochs() -> UsageError:
     """A loader was read to train with, and no epoch runs."""
     return UsageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -72,6 +73,7 @@ class TrainState:
         # or a pass since, began.
         self._every: list[nn.Parameter] = []
         self._num_stepped = 0
+        self._first_frozen: list[int] = []
         self._reduced: list[int] = []
         self._unreduced: list[nn.Parameter] = []
         # What the models had when the loop began.
@@ -130,7 +132,7 @@ class TrainState:
                 self.add_scaler(scaler)
         stepped = self._parameters()
         self._every, self._num_stepped = [*stepped, *self._unstepped()], len(stepped)
-        self._reduced = []
+        self._reduced, self._first_frozen = [], self.frozen()
         self.reduce(self.wanted())
         self._shapes = self._saved_shapes()
         return self.units()
@@ -180,6 +182,10 @@ class TrainState:
         now = (number for number, one in enumerate(self._every) if one.requires_grad)
         return sorted({*self._reduced, *now})
 
+    def reduced_print(self) -> int:
+        """Return a number of 32 bits that differs where gradients of others are reduced."""
+        return zlib.crc32(repr(self._reduced).encode())
+
     def reduce(self, numbers: Sequence[int]) -> None:
         """From here on reduce the gradients of these."""
         self._reduced, known = list(numbers), set(numbers)
@@ -199,10 +205,10 @@ class TrainState:
         )
         return None if is_same else now
 
-    def units(self, *, frozen: bool = False) -> dict[int, OptimizerUnit]:
+    def units(self, *, every: bool = False) -> dict[int, OptimizerUnit]:
         """Return the parameters that each optimizer steps, by its id; a shared one goes once.
 
-        With `frozen`, those too whose gradients are not reduced.
+        With `every`, those too whose gradients are not reduced.
         """
         reduced = {id(self._every[number]) for number in self._reduced}
         names = {
@@ -216,7 +222,7 @@ class TrainState:
             unit = units[id(optimizer)] = OptimizerUnit(f"optimizer {number}", [])
             for options in optimizer.param_groups:
                 for parameter in options["params"]:
-                    if not frozen and id(parameter) not in reduced:
+                    if not every and id(parameter) not in reduced:
                         continue
                     if id(parameter) in taken:
                         unit.shared.append(parameter)
@@ -227,7 +233,7 @@ class TrainState:
         if len(units) == 1:
             more = self._every[self._num_stepped :]
             unit.parameters += [
-                (names[id(one)], one) for one in more if frozen or id(one) in reduced
+                (names[id(one)], one) for one in more if every or id(one) in reduced
             ]
         return units
 
@@ -295,6 +301,7 @@ class TrainState:
             ],
             "loose": self.loose(),
             "frozen": self.frozen(),
+            "first_frozen": self._first_frozen,
             "reduced": self._reduced,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
@@ -344,10 +351,14 @@ class TrainState:
         for model, extra in zip(self.models, state["extra"], strict=True):
             for path, part in _parts_with_extra(model):
                 part.set_extra_state(extra[path])
+        # What the script freezes otherwise than when the run began was edited since, and counts.
+        edited = {*state["first_frozen"]} ^ {*self._first_frozen}
         frozen = set(state["frozen"])
         for number, parameter in enumerate(self._every):
-            parameter.requires_grad_(number not in frozen)
-        self.reduce(state["reduced"])
+            if number not in edited:
+                parameter.requires_grad_(number not in frozen)
+        wanted = {number for number in edited if self._every[number].requires_grad}
+        self.reduce(sorted({*state["reduced"]} | wanted))
         for optimizer, theirs in zip(self.optimizers, state["optimizers"], strict=True):
             # Loaded tensors may be these themselves, which are loaded once more by `put_late`.
             _load(optimizer, deepcopy(theirs) if self._is_late else theirs)
