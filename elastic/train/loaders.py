@@ -82,7 +82,7 @@ def prepare_data_loader(
 
     Any sampler that has a length is kept: it provides the order of each epoch, with all
     generators seeded for that, so that every rank gets the same. A DistributedSampler is replaced.
-    So is a batch sampler, as one that puts texts of like length together: each batch is a
+    A batch sampler is kept, too, as one that puts texts of like length together: each batch is a
     micro-batch, and weighs in its step by its samples. It knows nothing of ranks.
 
     Args:
@@ -222,8 +222,7 @@ def num_micro_batches(
         raise UsageError(
             f"prepare_data_loader(global_batch_size={global_batch_size}): the loader has no "
             f"batch_size, which is that of a micro-batch: leave global_batch_size out, and a step "
-            f"takes a batch for each of at most {least} workers, or say how many by "
-            f"prepare_data_loader(batches_per_step=)"
+            f"takes a batch for each of at most {least} workers"
         )
     number, rest = divmod(global_batch_size, size)
     if rest or number < least:

@@ -111,6 +111,9 @@ class PlayedExchange:
         self.device.work.append(arrive)
         self.device.moment()
 
+    def close(self) -> None:
+        """Expect nothing: the device has no messages."""
+
 
 class PlayedRows:
     """Messages of the hosts: they come, unless the group is over."""

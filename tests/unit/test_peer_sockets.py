@@ -109,6 +109,16 @@ def test_what_is_expected_beforehand_goes_where_it_belongs() -> None:
         assert places == [b"one", b"two"]
 
 
+def test_what_is_forgotten_leaves_no_memory_behind() -> None:
+    with members(2) as (one, other):
+        place = bytearray(3)
+        other.expect(0, 7, [memoryview(place)])
+        other.forget(0, 7)
+        place += b"more"  # BufferError while a view of it is held.
+        give(one, 1, 8, b"two")
+        assert take(other, 0, 8, 3) == b"two"
+
+
 def test_all_may_send_more_than_the_kernel_holds_before_anyone_reads() -> None:
     size = 8 << 20
     with members(3) as group:

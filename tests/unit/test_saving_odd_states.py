@@ -355,3 +355,21 @@ def test_workers_of_one_node_that_registered_other_values_are_told_apart_at_once
     finally:
         for number in descriptors:
             os.close(number)
+
+
+class Still(Run):
+    """One whose state stays."""
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def test_weights_that_do_not_lie_by_rows_are_read_by_stock_torch(tmp_path: Path) -> None:
+    run, stock = Still(tmp_path), torch.nn.Conv2d(3, 4, 2)
+    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    run.objects.models[:] = [model]
+    run.objects.optimizers[:] = [torch.optim.AdamW(model.parameters())]
+    run.save()
+    folder = run.folder(run.committed()[-1])
+    torch.distributed.checkpoint.load({"model": stock.state_dict()}, checkpoint_id=folder)
+    torch.testing.assert_close(stock.state_dict(), model.state_dict(), rtol=0, atol=0)

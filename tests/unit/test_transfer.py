@@ -167,6 +167,19 @@ def test_the_state_of_a_run_arrives_whole(make: Any) -> None:
     assert [id(p) for p in newcomer.models[0].parameters()] == identities
 
 
+def test_a_part_that_no_optimizer_steps_may_be_another_one_of_its_shape_later() -> None:
+    """As a teacher that is copied from its student."""
+    state, teacher = TrainState(), nn.Sequential(nn.Linear(2, 1))
+    state.models += [nn.Linear(2, 1), teacher]
+    state.optimizers.append(torch.optim.SGD(state.models[0].parameters()))
+    units = state.begin()
+    teacher[0] = copy.deepcopy(teacher[0])
+    state.check_known()
+    assert state.changed_units(units) is None
+    (unit,) = state.units(every=True).values()
+    assert [name for name, _ in unit.parameters] == ["weight", "bias", "0.weight", "0.bias"]
+
+
 @pytest.mark.parametrize("edited", [False, True])
 def test_what_is_frozen_is_received_but_where_the_script_was_edited(edited: bool) -> None:
     def began(*, frozen: bool) -> TrainState:

@@ -411,4 +411,4 @@ def _state_of(snapshot: StateSnapshot) -> Any:
     _, tensors = snapshot.slot.tensors(skeleton, snapshot.layout.held)
     for number, tensor in enumerate(tensors):
         tensor.elastic_number = number  # type: ignore[attr-defined]
-    return unpack(skeleton, tensors)["objects"]
+    return unpack(skeleton, tensors, orders=False)["objects"]

@@ -261,7 +261,9 @@ class SnapshotCopier:
         writing = self._skeletons.submit(write_skeleton, begun.values)
         slot.put(layout, begun.rows, pieces)
         wait_done(record(_devices_of(begun.rows, pieces)))
-        state = unpack(begun.values, begun.tensors) if begun.state is None else begun.state
+        state = begun.state
+        if state is None:
+            state = unpack(begun.values, begun.tensors, orders=False)
         prints = state_prints(state, begun.own)
         skeleton = writing.result()
         text = with_held(skeleton, layout.held)

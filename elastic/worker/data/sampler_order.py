@@ -58,7 +58,8 @@ class SamplerOrders(OrderedSampler):
             if callable(getattr(self._sampler, "set_epoch", None)):
                 self._sampler.set_epoch(epoch)
             with _seeded(derive(self._seed, SAMPLER, epoch), self._sampler):
-                order = [copy(one) for one in self._sampler]  # Some fill one list again and again.
+                # A batch sampler may fill one list again and again.
+                order = [one if isinstance(one, int) else copy(one) for one in self._sampler]
             if len(order) != self._size:
                 raise UsageError(
                     f"prepare_data_loader: the sampler ({type(self._sampler).__name__}) gave "

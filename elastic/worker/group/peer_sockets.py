@@ -322,6 +322,11 @@ class PeerSockets:
             return
         _take(peer, tag, early.popleft(), (data, then))
 
+    def forget(self, rank: int, tag: int) -> None:
+        """Expect no message with this tag any more; nothing of it has come."""
+        if (peer := self._peers.get(rank)) is not None:
+            peer.wanted.pop(tag, None)
+
     def receive(self, rank: int, tag: int) -> bytearray:
         """Wait for a message of any length, which is not expected.
 

@@ -60,6 +60,8 @@ class PeerMemory:
         """Return a tensor of the other process; GroupBroken if the process is gone."""
         known = self._seen.get(where)
         if known is None:
+            # Its owner has taken a new file: it shows nothing in the one before any more.
+            self._seen = {at: one for at, one in self._seen.items() if at[1] == where[1]}
             known = self._seen[where] = self._map(where, numel, dtype)
         return known
 

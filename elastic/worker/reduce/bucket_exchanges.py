@@ -122,6 +122,10 @@ class BucketExchanges:
     def bytes_sent(self) -> int:
         return sum(exchange.bytes_sent for exchange in self.of)
 
+    def close(self) -> None:
+        for exchange in self.of:
+            exchange.close()
+
     def begin_step(self) -> None:
         """Forget the sums of the step before."""
         self._metadata_rows, self._has_sent_row = [], False

@@ -158,6 +158,10 @@ class ModelBuffers:
         self._exchanges: dict[tuple[MicroBatchPartition, tuple[str, ...]], Exchange] = {}
         self._unreaped: Any = None
 
+    def close(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.close()
+
     def attach(self, group: Any) -> None:
         """Continue in another group; None for none, or for a group of one.
 

@@ -240,6 +240,9 @@ class Reducer:
 
     def close(self) -> None:
         self.release_gradients()
+        for exchanges in self._group.made.values():
+            exchanges.close()
+        self._buffers.close()
         self._layout.remove()
         self._undo()
 

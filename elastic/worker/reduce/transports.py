@@ -77,6 +77,10 @@ class Transport(Protocol):
         """
         ...
 
+    def forget(self, receives: Sequence[Message]) -> None:
+        """Expect these no more: there is no further step with them."""
+        ...
+
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], then: Callable[[], None]
     ) -> None:
@@ -122,6 +126,10 @@ class SocketTransport:
                 views = self._views[rank, tag] = [bytes_of(tensor) for tensor in tensors]
             self._sockets.expect(rank, tag, views, then)
 
+    def forget(self, receives: Sequence[Message]) -> None:
+        for rank, tag, _ in receives:
+            self._sockets.forget(rank, tag)
+
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], then: Callable[[], None]
     ) -> None:
@@ -148,6 +156,9 @@ class GroupTransport:
 
     def expect(self, receives: Sequence[Message], then: Callable[[], None]) -> None:
         """Do nothing yet: NCCL receives when it sends."""
+
+    def forget(self, receives: Sequence[Message]) -> None:
+        """Do nothing: NCCL expects nothing ahead."""
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], then: Callable[[], None]

@@ -336,6 +336,12 @@ class TreeExchange:
             stage.missing = len(stage.receives)
             transport.expect(stage.receives, self._noting(stage))
 
+    def close(self) -> None:
+        """Let go of the memory that messages of further steps were expected in."""
+        if self._transport is not None:
+            for stage in self._stages:
+                self._transport.forget(stage.receives)
+
     def _noting(self, stage: _Stage) -> Callable[[], None]:
         """Return what is called for each message of a round that has come."""
 
@@ -588,6 +594,9 @@ class StagedExchange:
     def wait_rows(self) -> list[Row]:
         return self._exchange.wait_rows()
 
+    def close(self) -> None:
+        self._exchange.close()
+
     def finish(self, divisor: float) -> None:
         """Wait until the total is there, and copy it back."""
         self._exchange.finish(divisor)
@@ -632,6 +641,9 @@ class SumExchange:
 
     def wait_rows(self) -> list[Row]:
         return []
+
+    def close(self) -> None:
+        """Torch's collectives expect nothing ahead."""
 
     def finish(self, divisor: float) -> None:
         """Wait for the sum, and scale it; RuntimeError if the group broke."""

@@ -237,22 +237,26 @@ def places_print(skeleton: Any) -> int:
     return zlib.crc32("\n".join(found).encode(errors="surrogatepass"))
 
 
-def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unpack(skeleton: Any, tensors: Sequence[torch.Tensor], *, orders: bool = True) -> Any:
+    """Put a state together again.
+
+    If it `orders`, tensors that lay otherwise than by rows are copied to lie so again; without it
+    all are those that are given.
+    """
     kind, content = skeleton[0], skeleton[1]
     if kind == "tensor":
         tensor = tensors[content]
-        if len(skeleton) > 5 and not is_dtensor(tensor):
-            tensor = torch.empty_strided(tensor.shape, skeleton[5], dtype=tensor.dtype).copy_(
-                tensor
-            )
+        if orders and len(skeleton) > 5 and not is_dtensor(tensor):
+            ordered = torch.empty_strided(tensor.shape, skeleton[5], dtype=tensor.dtype)
+            tensor = ordered.copy_(tensor)
         return tensor.numpy() if skeleton[4] else tensor
     if kind == "dict":
-        return {key: unpack(value, tensors) for key, value in content}
+        return {key: unpack(value, tensors, orders=orders) for key, value in content}
     if kind == "scalar":  # Of NumPy's: it computes otherwise than Python's.
         return np.dtype(skeleton[2]).type(content)
     if kind in ("value", "empty"):
         return content if kind == "value" else b""
-    values = [unpack(value, tensors) for value in content]
+    values = [unpack(value, tensors, orders=orders) for value in content]
     return {"list": list, "tuple": tuple, "set": set}[kind](values)
 
 

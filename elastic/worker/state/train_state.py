@@ -30,10 +30,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass
 class OptimizerUnit:
-    """The parameters that one prepared optimizer steps; buckets never mix units.
+    """The parameters whose gradients one optimizer's step waits for; buckets never mix units.
 
     Attributes:
-        parameters: (name, parameter) of those that require gradients.
+        parameters: (name, parameter) of those that have required gradients where a pass began; with
+            a single optimizer those too that it does not step.
         shared: more that the optimizer steps, which are another unit's already.
     """
 
@@ -74,6 +75,8 @@ class TrainState:
         self._every: list[nn.Parameter] = []
         self._num_stepped = 0
         self._first_frozen: list[int] = []
+        # Names of the models' parameters then, by their ids.
+        self._names: dict[int, str] = {}
         self._reduced: list[int] = []
         self._unreduced: list[nn.Parameter] = []
         # What the models had when the loop began.
@@ -133,6 +136,7 @@ class TrainState:
         stepped = self._parameters()
         self._every, self._num_stepped = [*stepped, *self._unstepped()], len(stepped)
         self._reduced, self._first_frozen = [], self.frozen()
+        self._names = self._names_now()
         self.reduce(self.wanted())
         self._shapes = self._saved_shapes()
         return self.units()
@@ -193,8 +197,11 @@ class TrainState:
         self._unreduced = [one for number, one in stepped if number not in known]
 
     def _names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        names = {id(p): name for model in self.models for name, p in model.named_parameters()}
+        names = self._names_now()
         return [names.get(id(one), "a parameter of no prepared model") for one in parameters]
+
+    def _names_now(self) -> dict[int, str]:
+        return {id(p): name for model in self.models for name, p in model.named_parameters()}
 
     def changed_units(self, units: Mapping[int, OptimizerUnit]) -> dict[int, OptimizerUnit] | None:
         """Return what each optimizer steps now, None if that is what it did."""
@@ -211,11 +218,7 @@ class TrainState:
         With `every`, those too whose gradients are not reduced.
         """
         reduced = {id(self._every[number]) for number in self._reduced}
-        names = {
-            id(parameter): name
-            for model in self.models
-            for name, parameter in model.named_parameters()
-        }
+        names = self._names_now()
         taken: set[int] = set()
         units = {}
         for number, optimizer in enumerate(self.optimizers):
@@ -233,7 +236,7 @@ class TrainState:
         if len(units) == 1:
             more = self._every[self._num_stepped :]
             unit.parameters += [
-                (names[id(one)], one) for one in more if every or id(one) in reduced
+                (self._names[id(one)], one) for one in more if every or id(one) in reduced
             ]
         return units
 
