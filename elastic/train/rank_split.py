@@ -56,7 +56,6 @@ class Order:
                 sampler if isinstance(sampler, OrderedSampler) else SamplerOrders(sampler, seed)
             )
             self._size = len(sampler)
-
         self._reads_batches = isinstance(loader.dataset, BatchDataset)
 
     def __len__(self) -> int:

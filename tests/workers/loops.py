@@ -377,6 +377,17 @@ class Buckets(BatchSampler):
         return len(self.batches)
 
 
+def train_alone(
+    net: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[list[int] | slice]
+) -> None:
+    """Train as a loop of torch's own does, a step with each of these parts of the data."""
+    for part in steps:
+        _, x, y = data()[part]  # type: ignore[index]
+        optimizer.zero_grad()
+        square(net(x), y).backward()
+        optimizer.step()
+
+
 @named
 def own_batch_sampler(model: nn.Module, net: nn.Sequential) -> str:
     """Each sample once an epoch; a step's gradient is that of the mean over all its samples."""
@@ -397,12 +408,7 @@ def own_batch_sampler(model: nn.Module, net: nn.Sequential) -> str:
             optimizer.zero_grad()
         assert dist.get_world_size() > 1 or not left
     if dist.get_world_size() == 1:
-        alone = torch.optim.SGD(plain.parameters(), **optimizer.defaults)
-        for ids in steps:
-            _, x, y = data()[ids]
-            alone.zero_grad()
-            square(plain(x), y).backward()
-            alone.step()
+        train_alone(plain, torch.optim.SGD(plain.parameters(), **optimizer.defaults), steps)
         torch.testing.assert_close(plain.state_dict(), net.state_dict())
     return bits(net.parameters())
 
@@ -437,11 +443,7 @@ def gradual_unfreezing(model: nn.Module, net: nn.Sequential) -> str:
     if dist.get_world_size() == 1:
         for epoch in range(3):
             freeze(plain, epoch)
-            for first in range(0, SAMPLES, GLOBAL):
-                _, x, y = data()[first : first + GLOBAL]
-                alone.zero_grad()
-                square(plain(x), y).backward()
-                alone.step()
+            train_alone(plain, alone, [slice(at, at + GLOBAL) for at in range(0, SAMPLES, GLOBAL)])
         torch.testing.assert_close(plain.state_dict(), net.state_dict())
     return bits(net.parameters())
 

@@ -124,6 +124,10 @@ class EvaluationRequest:
     seed: int | None
     what: Any
 
+    def seed_process(self) -> None:
+        if self.seed is not None:
+            seed_everything(self.seed)
+
 
 @dataclass(frozen=True)
 class EvaluationDataset:
@@ -136,13 +140,11 @@ class EvaluationDataset:
     dataset: Any
 
     def __getitem__(self, request: EvaluationRequest) -> Any:
-        if request.seed is not None:
-            seed_everything(request.seed)
+        request.seed_process()
         return self.dataset[request.what]
 
     def __getitems__(self, request: EvaluationRequest) -> Any:
-        if request.seed is not None:
-            seed_everything(request.seed)
+        request.seed_process()
         return read_samples(self.dataset, request.what)
 
 

@@ -193,7 +193,7 @@ class Reducer:
             for index, parameter in enumerate(bucket.parameters):
                 slots[id(parameter)] = bucket, index
                 hook, wants_some = self._hook(bucket, index), parameter.requires_grad
-                parameter.requires_grad_(True)  # One that is frozen now may be none later.
+                parameter.requires_grad_(True)  # Torch takes no hook on one that is frozen.
                 hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(wants_some)
         return _Layout(bucket_bytes, buckets, slots, hooks)
